@@ -54,10 +54,9 @@ class Flow:
         """The instruction that defines a value; None where the program's text does not print it."""
         return self.instructions.get(value[0])
 
-    def root(self, computation: str, index: Index) -> Value | None:
-        """The value at an index of a computation's result; None if the computation is unknown."""
-        found = self.module.computations.get(computation)
-        return (found.root, index) if found else None
+    def root(self, computation: str, index: Index) -> Value:
+        """The value at an index of a computation's result."""
+        return self.module.computations[computation].root, index
 
     def loop_of(self, name: str) -> Instruction | None:
         """The innermost while loop in whose body or condition an instruction runs, or None."""
@@ -72,7 +71,7 @@ class Flow:
             computation = self.home[callers[0].name]
         return None
 
-    def carry(self, loop: Instruction, index: Index) -> Value | None:
+    def carry(self, loop: Instruction, index: Index) -> Value:
         """The value that the body of a loop puts at an index of the loop's state."""
         return self.root(loop.called("body")[0], index)
 
@@ -94,8 +93,7 @@ class Flow:
             return self._operands(instruction, index)
         if opcode in _CALLS or opcode == "conditional":
             inner = index[1:] if opcode in _STARTS else index
-            found = [self.root(name, inner) for name in instruction.called()]
-            return [item for item in found if item]
+            return [self.root(name, inner) for name in instruction.called()]
         return self._operands(instruction, index)
 
     def _operands(self, instruction: Instruction, index: Index) -> list[Value]:
@@ -110,21 +108,16 @@ class Flow:
             return [(operands[0], (0,))]
         if opcode == "dynamic-update-slice":
             return [(operands[1], ()), (operands[0], ())]
-        if opcode in MOVES:
+        if opcode in MOVES or opcode.endswith("-update"):
             return [(operand, index) for operand in operands[:1]]
         if opcode in RESHAPES:
             return [(operand, ()) for operand in operands[:1]]
         if opcode.endswith("-start") and len(operands) > 1 and len(index) == 2:
             return [(operands[index[1]], ())]
-        if opcode.endswith("-update"):
-            return [(operand, index) for operand in operands[:1]]
         if opcode.endswith("-done") and len(operands) == 1:
             return [(operands[0], (1, *index))]
-        return [(operand, ()) for operand in sorted(operands, key=self._size)]
-
-    def _size(self, name: str) -> int:
-        found = self.instructions.get(name)
-        return -found.result_bytes if found else 0
+        by_size = sorted(operands, key=lambda name: -self.instructions[name].result_bytes)
+        return [(operand, ()) for operand in by_size]
 
     def _arguments(self, parameter: Instruction, index: Index) -> list[Value]:
         # Of a loop, the body's own result comes first.
@@ -148,17 +141,15 @@ class Flow:
         if key not in self._unchanged:
             # Provisional during the search below: what comes from itself has no other source.
             self._unchanged[key] = True
-            self._unchanged[key] = carried is None or self._is_state(carried, loop, index)
-        return [initial] if carried is None or self._unchanged[key] else [carried, initial]
+            self._unchanged[key] = self._is_state(carried, loop, index)
+        return [initial] if self._unchanged[key] else [carried, initial]
 
     def _is_state(self, value: Value, loop: Instruction, index: Index) -> bool:
         """Whether a value in a loop's body is the state with which the iteration began."""
         body, seen = loop.called("body")[0], set()
         while value not in seen:
             seen.add(value)
-            instruction = self.at(value)
-            if instruction is None:
-                return False
+            instruction = self.instructions[value[0]]
             if instruction.opcode == "parameter" and self.home[value[0]] == body:
                 return value[1] == index
             if instruction.opcode not in (*MOVES, "while"):
@@ -171,10 +162,8 @@ class Flow:
 
     @cached_property
     def _users(self) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for computation in self.module.computations.values():
-            found.update(computation.users)
-        return found
+        every = self.module.computations.values()
+        return {name: users for one in every for name, users in one.users.items()}
 
     @cached_property
     def _parameters(self) -> dict[tuple[str, int], str]:
@@ -248,23 +237,17 @@ class Flow:
 
         - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too.
         """
+        through = {*MOVES, *_CALLS, "parameter", "while", "conditional"}
+        through.update(RESHAPES if reshaped else ())
         passed: list[Instruction] = []
         seen: set[Value] = set()
         following: Value | None = value
         while following is not None and (instruction := self.at(following)):
             passed.append(instruction)
             seen.add(following)
-            followed = (
-                instruction.opcode in (*MOVES, *_CALLS, "parameter", "while", "conditional")
-                or (
-                    reshaped
-                    and (
-                        instruction.opcode in RESHAPES
-                        or collective(instruction.opcode) == "all-gather"
-                    )
-                )
-                or instruction.opcode.endswith("-done")
-            )
+            opcode = instruction.opcode
+            gathered = reshaped and collective(opcode) == "all-gather"
+            followed = opcode in through or gathered or opcode.endswith("-done")
             choices = self.sources(following) if followed else []
             following = next((choice for choice in choices if choice not in seen), None)
         return passed
@@ -275,10 +258,10 @@ class Flow:
         pending, seen = [value], set()
         while pending:
             here = pending.pop()
-            instruction = self.at(here)
-            if here in seen or instruction is None:
+            if here in seen:
                 continue
             seen.add(here)
+            instruction = self.instructions[here[0]]
             if instruction.opcode == "parameter":
                 callers = self.callers.get(self.home[instruction.name], [])
                 if any(caller.name == state[0] for caller in callers) and here[1] == state[1]:

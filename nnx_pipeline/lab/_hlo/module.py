@@ -98,7 +98,7 @@ class Instruction:
     operands: tuple[str, ...]  # names of instructions of the same computation
     literal: str  # text in the parentheses of a constant, parameter or iota
     attributes: Mapping[str, str]
-    op_name: str | None = None  # the path of JAX operations that it comes from
+    op_name: str = ""  # the path of JAX operations that it comes from
     frames: tuple[Frame, ...] = ()  # of the program's own code, innermost first
     in_host_memory: bool = False  # whether any part of the result is
 

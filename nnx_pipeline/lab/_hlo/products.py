@@ -174,7 +174,7 @@ def _library_flops(computation: Computation, call: Instruction) -> int | str:
 def is_hand_written(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel written by hand, in Pallas, Mosaic or Triton. The TPU
     compiler's own kernel that counts the rows of a grouped product is none."""
-    if (instruction.op_name or "").endswith("ragged-dot-metadata"):
+    if instruction.op_name.endswith("ragged-dot-metadata"):
         return False
     return bool(_HAND_WRITTEN.search(instruction.target))
 

@@ -174,7 +174,7 @@ class Frames:
         whole = (self._frames(number) for number in numbers if number not in callers)
         self._home = home_of(map(in_program, whole), program.removeprefix("jit_"))
 
-    def describe(self, metadata: str) -> tuple[str | None, tuple[Frame, ...]]:
+    def describe(self, metadata: str) -> tuple[str, tuple[Frame, ...]]:
         """The op_name and frames of metadata as in `{op_name="..." stack_frame_id=6}`. Only frames
         of the program's own code count (`_tracing.installed`), the innermost one first."""
         fields = dict(_FIELD.findall(metadata))
@@ -183,7 +183,8 @@ class Frames:
         number = fields.get("stack_frame_id", "0")
         if number not in self._own:
             self._own[number] = self._of_program(self._frames(number))
-        return _unquoted(fields.get("op_name")), self._own[number] or self._of_program(stack)
+        name = _unquoted(fields.get("op_name")) or ""
+        return name, self._own[number] or self._of_program(stack)
 
     def _of_program(self, stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
         return tuple(one for one in in_program(stack) if package_of(one[0]) == self._home)

@@ -203,7 +203,6 @@ class Estimate:
 
 
 def pass_of(instruction: Instruction) -> Pass:
-    path = instruction.op_name or ""
-    if RECOMPUTED in path:
+    if RECOMPUTED in instruction.op_name:
         return "recomputed"
-    return "backward" if "transpose(" in path else "forward"
+    return "backward" if "transpose(" in instruction.op_name else "forward"

@@ -41,7 +41,7 @@ def at_constraints(
     for instruction in flow.instructions.values():
         if collective(instruction.opcode) in _ADDING:
             continue
-        operation = (instruction.op_name or "").rpartition("/")[2]
+        operation = instruction.op_name.rpartition("/")[2]
         known = made.get((source_of(instruction) or "", operation), [])
         maker = _maker(flow, instruction)
         own = maker.op_name == instruction.op_name

@@ -64,7 +64,7 @@ def _stack_of(instruction: Instruction) -> tuple[Frame, ...]:
 
 
 def _inner_jits(instruction: Instruction) -> list[str]:
-    return _JITTED.findall((instruction.op_name or "").partition("/")[2])
+    return _JITTED.findall(instruction.op_name.partition("/")[2])
 
 
 def _stack_in_call(instruction: Instruction) -> tuple[Frame, ...]:
@@ -132,15 +132,15 @@ class Origins:
         seen: set[Value] = set()
         found = self._backward(value, seen) or self._forward(value, seen)
         here = self.flow.at(value)
-        named = self._argument_name(value) or (here.op_name if here else None)
+        named = self._argument_name(value) or (here.op_name if here else "")
         if found is None and here is not None:
             loop = here if here.opcode == "while" else self.flow.loop_of(here.name)
             speaker = next((item for item in (here, loop) if item and source_of(item)), here)
-            operation = named or speaker.op_name or ""
+            operation = named or speaker.op_name
             return ValueOrigin(here, operation, source_of(speaker), self._callers.of(speaker))
         if found is None:
-            return ValueOrigin(None, named or "", None)
-        operation = self._argument_name(value) or found.op_name or ""
+            return ValueOrigin(None, named, None)
+        operation = self._argument_name(value) or found.op_name
         return ValueOrigin(found, operation, source_of(found), self._callers.of(found))
 
     @cached_property
@@ -152,7 +152,7 @@ class Origins:
         source = source_of(instruction)
         if source is None or instruction.opcode in _CARRIERS:
             return False
-        if (instruction.op_name or "").endswith("/while"):
+        if instruction.op_name.endswith("/while"):
             return False  # a copy that was made for a loop, under the loop's name
         inner = _inner_jits(instruction)
         if not self.one_line.issuperset(inner) and not _stack_in_call(instruction):
@@ -192,9 +192,9 @@ class Origins:
                     return found
         return None
 
-    def _argument_name(self, value: Value) -> str | None:
+    def _argument_name(self, value: Value) -> str:
         lineage = self.flow.lineage(value)
         if not lineage or lineage[-1].opcode != "parameter":
-            return None
+            return ""
         is_argument = self.flow.home[lineage[-1].name] == self.flow.module.entry
-        return lineage[-1].op_name if is_argument else None
+        return lineage[-1].op_name if is_argument else ""

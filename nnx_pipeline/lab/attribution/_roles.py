@@ -110,7 +110,7 @@ class Roles:
         if not initial:
             return None  # the body passes it on unchanged, so that it is still the initial value
         writer = self._writer(written)
-        again = any(RECOMPUTED in (item.op_name or "") for item in (writer, loop))
+        again = any(RECOMPUTED in item.op_name for item in (writer, loop))
         backward = not again and (self._is_backward(writer) or self._is_backward(loop))
         stacked = writer.opcode == "dynamic-update-slice"
         summed = (stacked and backward) or self._adds_to(writer, state)
@@ -166,25 +166,25 @@ class Roles:
         """Whether a value is a product that all its readers sum over one batch dimension."""
         product = self.flow.lineage(value, reshaped=False)[-1]
         # The batch dimensions come first in the result.
-        batch = len(_numbers(product, "lhs_batch_dims")) if product.opcode == "dot" else 0
-        pending, summed = [value], set[str]()
+        batch = len(product.integers("lhs_batch_dims")) if product.opcode == "dot" else 0
+        pending, summed = [value], set[tuple[int, ...]]()
         while batch and pending:
             for reader, passed_on in self.flow.readers(pending.pop()):
                 if self._is_sum(reader):
-                    summed |= {",".join(_numbers(reader, "dimensions"))}
+                    summed |= {reader.integers("dimensions")}
                 elif passed_on and reader.opcode == "fusion":
                     pending.append(passed_on)
                 elif reader.opcode in ("convert", "copy"):
                     pending.append((reader.name, ()))
                 else:
                     return False
-        return summed in [{str(place)} for place in range(batch)]
+        return summed in [{(place,)} for place in range(batch)]
 
     def _is_sum(self, instruction: Instruction) -> bool:
         if instruction.opcode != "reduce" or len(instruction.operands) != 2:
             return False
-        root = self.flow.root(instruction.called()[0], ())
-        return root is not None and self.flow.instructions[root[0]].opcode == "add"
+        root, _ = self.flow.root(instruction.called()[0], ())
+        return self.flow.instructions[root].opcode == "add"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
         """The loop whose state holds a value, and the element of the state that it is; or None. A
@@ -234,10 +234,8 @@ class Roles:
 
     def _is_only_added_to(self, state: Value) -> bool:
         loop, index = self.flow.instructions[state[0]], state[1]
-        body = self.flow.module.computations[loop.called("body")[0]]
-        pending = [
-            (name, index) for name, item in body.instructions.items() if item.opcode == "parameter"
-        ]
+        inside = self.flow.module.instructions(loop.called("body"))
+        pending = [(item.name, index) for _, item in inside if item.opcode == "parameter"]
         seen = set(pending)
         while pending:
             for reader, passed_on in self.flow.readers(pending.pop()):
@@ -252,7 +250,7 @@ class Roles:
         return True
 
     def _is_backward(self, instruction: Instruction) -> bool:
-        return "transpose(" in (instruction.op_name or "")
+        return "transpose(" in instruction.op_name
 
     def _read_backward(self, value: Value, *, again: bool = False) -> bool:
         """Whether an operation of the backward pass reads a value, also after it is passed on. With
@@ -260,7 +258,7 @@ class Roles:
         pending, seen = [value], {value}
         while pending and len(seen) < _MOST_READERS:
             for reader, passed_on in self.flow.readers(pending.pop()):
-                counts = not again or RECOMPUTED not in (reader.op_name or "")
+                counts = not again or RECOMPUTED not in reader.op_name
                 passes = ("parameter", "tuple", *(("while",) if again else ()))
                 counts = counts and not self._fills(reader, passed_on)
                 if counts and self._is_backward(reader) and reader.opcode not in passes:
@@ -280,10 +278,8 @@ class Roles:
 
     @cached_property
     def _arguments(self) -> dict[str, Instruction]:
-        entry = self.flow.module.computations[self.flow.module.entry]
-        return {
-            name: item for name, item in entry.instructions.items() if item.opcode == "parameter"
-        }
+        inside = self.flow.module.instructions([self.flow.module.entry])
+        return {item.name: item for _, item in inside if item.opcode == "parameter"}
 
     @cached_property
     def _has_backward(self) -> bool:
@@ -303,7 +299,7 @@ class Roles:
         others: set[int] = set()
         for item in self._arguments.values():
             for shape in item.shapes:
-                if len(shape.dims) == 2 and _has_vocabulary(item.op_name or ""):
+                if len(shape.dims) == 2 and _has_vocabulary(item.op_name):
                     named.add(max(shape.dims))
                 elif _is_float(shape):
                     others.update(shape.dims)
@@ -325,10 +321,6 @@ class Roles:
 
 def _is_library(instruction: Instruction) -> bool:
     return instruction.target.startswith(("__cublas$", "__cudnn$"))
-
-
-def _numbers(instruction: Instruction, attribute: str) -> list[str]:
-    return re.findall(r"\d+", instruction.attributes.get(attribute, ""))
 
 
 def _is_float(shape: Shape) -> bool:

@@ -1,6 +1,5 @@
 """A disk cache of results, keyed by their inputs, so that a second run compiles nothing."""
 
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -99,7 +98,7 @@ def restored(kind: Any, value: Any) -> Any:
     """A value of a dataclass, from what `dataclasses.asdict` and JSON made of it. Raises KeyError
     or TypeError for anything else."""
     parts = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if hasattr(kind, "__dataclass_fields__"):
         hints = _hints(kind)
         return kind(**{name: restored(hints[name], item) for name, item in {**value}.items()})
     if typing.get_origin(kind) is tuple:

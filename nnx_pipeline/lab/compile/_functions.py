@@ -52,9 +52,9 @@ def find_function(text: str) -> Callable[..., object]:
     here = str(local(module_name).resolve().parent if is_file else Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    found: Any
     try:
-        imported = _of_file(local(module_name)) if is_file else importlib.import_module(module_name)
-        found: Any = imported
+        found = _of_file(local(module_name)) if is_file else importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise InputError(
             f"{text!r}: the module cannot be imported ({described(error)}); modules are looked for "
@@ -96,22 +96,19 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     """The abstract array that a text such as `bfloat16[8@data,128]` describes: `@` names the mesh
     axis that an axis is sharded over, or several of them joined by `+`. Raises InputError for an
     unknown dtype or mesh axis, or a size that does not split evenly."""
+    what = f"argument {text!r}"
     match = _ARGUMENT.fullmatch(text.replace(" ", ""))
     if not match:
-        raise InputError(
-            f"argument {text!r} is not an array; write for example bfloat16[8@data,128]"
-        )
+        raise InputError(f"{what} is not an array; write for example bfloat16[8@data,128]")
+    name = match["dtype"]
     try:
-        dtype = jnp.dtype(match["dtype"])
+        dtype = jnp.dtype(name)
     except TypeError as error:
         known = [kind.__name__ for kind in _DTYPES]
-        raise InputError(
-            f"argument {text!r}: there is no dtype {match['dtype']!r}; "
-            f"{nearest(match['dtype'], known)}"
-        ) from error
+        raise InputError(f"{what}: there is no dtype {name!r}; {nearest(name, known)}") from error
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
-        raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a numeric dtype")
-    _check_width(f"argument {text!r}", dtype)
+        raise InputError(f"{what}: JAX has no arrays of {dtype}; write a numeric dtype")
+    _check_width(what, dtype)
     shape, entries = [], []
     parts = match["axes"].split(",") if match["axes"] else []
     if len(parts) > MOST_AXES:
@@ -121,38 +118,35 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     for part in parts:
         axis = _AXIS.fullmatch(part)
         if not axis:
-            raise InputError(f"argument {text!r}: {part!r} is not an axis; write 8 or 8@data")
+            raise InputError(f"{what}: {part!r} is not an axis; write 8 or 8@data")
         shape.append(int(axis["size"]))
         entries.append(tuple(axis["names"].split("+")) if axis["names"] else None)
     if math.prod(shape) * dtype.itemsize > LARGEST:
-        raise InputError(f"argument {text!r} is larger than {LARGEST:,} bytes; give smaller axes")
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(text, shape, entries, mesh))
+        raise InputError(f"{what} is larger than {LARGEST:,} bytes; give smaller axes")
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(what, shape, entries, mesh))
 
 
 def _check_width(what: str, dtype: Any) -> None:
-    if jnp.issubdtype(dtype, jnp.number) and (
-        (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype
-    ):
+    used = jax.dtypes.canonicalize_dtype(dtype) if jnp.issubdtype(dtype, jnp.number) else dtype
+    if used != dtype:
         raise InputError(
             f"{what}: JAX turns {dtype} into {used}; write {used}, or set JAX_ENABLE_X64=1"
         )
 
 
 def _sharding(
-    text: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
+    what: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
 ) -> NamedSharding | None:
     names = [name for entry in entries for name in entry or ()]
     known = dict(mesh.shape) if mesh is not None else {}
     for name in names:
         if name not in known:
-            raise InputError(
-                f"argument {text!r}: the mesh has no axis {name!r}; {nearest(name, known)}"
-            )
+            raise InputError(f"{what}: the mesh has no axis {name!r}; {nearest(name, known)}")
     if len(set(names)) < len(names):
-        raise InputError(f"argument {text!r} names a mesh axis twice; name each mesh axis once")
+        raise InputError(f"{what} names a mesh axis twice; name each mesh axis once")
     if mesh is None:
         return None
-    check_splits(f"argument {text!r}", shape, entries, known)
+    check_splits(what, shape, entries, known)
     return NamedSharding(mesh, P(*entries))
 
 
@@ -168,14 +162,13 @@ def arguments_of(
     Raises InputError if both ways are used, and for arguments that cannot be.
     """
     if inputs is None:
-        written = tuple(parse_argument(text, mesh) for text in arguments)
-        check_sizes(written)
-        return written
-    if arguments:
+        made: object = tuple(parse_argument(text, mesh) for text in arguments)
+    elif arguments:
         raise InputError("--inputs and --arg both give the arguments; keep one of them")
-    make = find_function(inputs)
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        made = make()
+    else:
+        make = find_function(inputs)
+        with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+            made = make()
     if made is None:
         raise InputError(
             f"{inputs!r} returned None; return the tuple of the arguments, () where there are none"
@@ -282,24 +275,16 @@ def abstract_arguments(
     lacks, and for a kind of memory that the device lacks.
     """
 
-    def changed(leaf: object) -> object:
-        return leaf if id(leaf) in static else _abstract_leaf(leaf, mesh, device)
+    def changed(leaf: Any) -> Any:
+        if id(leaf) in static or isinstance(leaf, bool | int | float | complex):
+            return leaf
+        check_array(leaf)
+        place, weak = placed_on(leaf, mesh, device), getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=weak)
 
     # A shared variable is made abstract once, or it would come out as several variables.
     once, restored = without_repeats(arguments)
     return restored(jax.tree.map(changed, once))
-
-
-def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: jax.Device) -> Any:
-    if isinstance(leaf, bool | int | float | complex):
-        return leaf
-    check_array(leaf)
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=placed_on(leaf, mesh, device),
-        weak_type=getattr(leaf, "weak_type", False),
-    )
 
 
 def check_array(leaf: object) -> None:
