@@ -30,30 +30,21 @@ _METADATA = re.compile(
     r'(?:[^{}"]|"[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\})*\})',
     re.DOTALL,
 )
-# The attributes that an instruction of this opcode must have.
+# The attributes that an instruction of this opcode, or its start, must have.
 _NEEDED = {
-    "async-start": ("calls",),
+    "async": ("calls",),
     "call": ("to_apply",),
-    "call-start": ("to_apply",),
     "compare": ("direction",),
     "convolution": ("dim_labels",),
     "conditional": ("true_computation", "false_computation"),
     "custom-call": ("custom_call_target",),
-    "custom-call-start": ("custom_call_target",),
     "fusion": ("calls",),
-    "fusion-start": ("calls",),
     "get-tuple-element": ("index",),
     "while": ("condition", "body"),
 }
 _CALLED = (
-    "calls",
-    "to_apply",
-    "condition",
-    "body",
-    "true_computation",
-    "false_computation",
-    "branch_computations",
-    "called_computations",
+    *("calls", "to_apply", "condition", "body", "true_computation", "false_computation"),
+    *("branch_computations", "called_computations"),
 )
 _HOST_MEMORY = "S(5)"  # a layout's memory space
 # Attributes of a module that say which arguments it may put its results into.
@@ -290,12 +281,7 @@ def _elements(
         if (index := int(found[2])) < len(elements):
             shapes, on_host = shapes_of(elements[index]), _HOST_MEMORY in elements[index]
             made[operand] = Instruction(
-                name=operand,
-                opcode="get-tuple-element",
-                shapes=shapes,
-                operands=(found[1],),
-                literal="",
-                attributes={"index": found[2]},
+                *(operand, "get-tuple-element", shapes, (found[1],), "", {"index": found[2]}),
                 in_host_memory=on_host,
             )
     return made
@@ -317,7 +303,8 @@ def _instruction(
     inside = text[opcode.end() : end_of_operands - 1]
     attributes, end = scanner.attributes(end_of_operands)
     # A conditional has either `branch_computations` or one computation each for true and false.
-    needed = () if "branch_computations" in attributes else _NEEDED.get(opcode[1], ())
+    needed = _NEEDED.get(opcode[1].removesuffix("-start"), ())
+    needed = () if "branch_computations" in attributes else needed
     if lacking := [key for key in needed if key not in attributes]:
         scanner.fail(start, f"the {opcode[1]} {named[2]} has no {' and no '.join(lacking)}")
     takes_literal = opcode[1] in ("constant", "parameter", "iota")

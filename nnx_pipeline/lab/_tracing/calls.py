@@ -145,12 +145,8 @@ def _trace_jitted(call: Call) -> Traced:
     else:
         traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
         results, _ = without_repeats(own.eval_shape(*call.arguments, **call.keywords))
-    return Traced(
-        traced,
-        described_arrays(results),
-        None if call.bound else changed,
-        _ignored_donations(traced.jaxpr),
-    )
+    kept, notes = None if call.bound else changed, _ignored_donations(traced.jaxpr)
+    return Traced(traced, described_arrays(results), kept, notes)
 
 
 def _trace_plain(call: Call) -> Traced:
@@ -158,13 +154,11 @@ def _trace_plain(call: Call) -> Traced:
     used = Threaded(call.function, static=_lowers(call.function))
     arguments, keywords = used.take(call.given)
     numbers: tuple[int, ...] = ()
-    notes: tuple[str, ...] | None = None
-    if _lowers(call.function):
+    if lowers := _lowers(call.function):
         numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
     program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
     used.refuse_lost(program.jaxpr)
-    if notes is None:
-        notes = _ignored_donations(program.jaxpr)
+    notes = notes if lowers else _ignored_donations(program.jaxpr)
     return Traced(program, used.results, used.changed, notes)
 
 
@@ -207,8 +201,7 @@ def _changes_are_of_arguments(function: Callable[..., object]) -> Iterator[None]
 def _donated_arguments(
     program: ClosedJaxpr, arguments: tuple[object, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments a function that another library jitted donates as a whole, and notes on
-    others."""
+    """Which arguments a function of another library's jit donates whole, and notes on others."""
     given_up = {
         id(variable)
         for equation in program.eqns
@@ -264,10 +257,8 @@ def _by_name(
     places = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         places = max(places, len(arguments) - len(names))
-    return arguments[:places] + arguments[places + len(names) :], {
-        **keywords,
-        **dict(zip(names, arguments[places:], strict=False)),
-    }
+    named = dict(zip(names, arguments[places:], strict=False))
+    return arguments[:places] + arguments[places + len(names) :], {**keywords, **named}
 
 
 def _is_partial(function: object) -> bool:

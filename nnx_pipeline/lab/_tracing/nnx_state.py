@@ -2,24 +2,19 @@
 Flax is not imported here: where a program has not imported it, none of its objects is one of
 Flax."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from nnx_pipeline.lab._tracing.jaxpr import with_bodies
 from nnx_pipeline.lab.errors import InputError
-
-if TYPE_CHECKING:
-    from flax import nnx
 
 Tree = TypeVar("Tree")
 
@@ -108,7 +103,7 @@ class Threaded:
     def take(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """The arguments and keywords to call this with, which have each variable only once."""
         once, self._restored = without_repeats(given)
-        self._counters = _paths_of("RngState", given)
+        self._counters = set(_leaves_in(given, "RngState"))
         if self._static:
             once = jax.tree.map(lambda x: x if hasattr(x, "shape") else _Static(x), once)
         return once
@@ -209,44 +204,33 @@ def _described(leaf: Any) -> str:
 
 def arrays_of_state(given: object) -> dict[str, object]:
     """The arrays of modules and variables in a tuple of arguments and keywords, by their paths.
-    Variables in an `nnx.State` are left out: code that takes modules apart returns what it
-    keeps."""
+    Those of an `nnx.State` are left out: code that takes modules apart returns what it keeps."""
+    return _leaves_in(given, "Pytree", "Variable", apart=("State",))
+
+
+def _leaves_in(given: object, *kinds: str, apart: tuple[str, ...] = ()) -> dict[str, object]:
     nodes = jax.tree_util.tree_leaves_with_path(
-        given, is_leaf=lambda node: is_nnx(node, "Pytree", "Variable", "State")
+        given, is_leaf=lambda node: is_nnx(node, *kinds, *apart)
     )
     return {
         _path((*path, *inside)): leaf
         for path, node in nodes
-        if is_nnx(node, "Pytree", "Variable")
+        if is_nnx(node, *kinds)
         for inside, leaf in jax.tree_util.tree_leaves_with_path(node)
     }
 
 
 def _changed_copies(given: object) -> contextlib.AbstractContextManager[Iterable[str]]:
     """A context that gives the paths of variables of which a copy is changed meanwhile."""
-    variables = _variables_of(given)
+    nodes = jax.tree_util.tree_leaves_with_path(
+        given, is_leaf=lambda node: is_nnx(node, "Variable", "State")
+    )
+    variables = {_path(path): node for path, node in nodes if is_nnx(node, "Variable")}
     if not variables:
         return contextlib.nullcontext(())
     from nnx_pipeline.lab._tracing.nnx_copies import changed_copies
 
     return changed_copies(variables)
-
-
-def _variables_of(given: object) -> dict[str, nnx.Variable[object]]:
-    nodes = jax.tree_util.tree_leaves_with_path(
-        given, is_leaf=lambda node: is_nnx(node, "Variable", "State")
-    )
-    return {_path(path): node for path, node in nodes if is_nnx(node, "Variable")}
-
-
-def _paths_of(kind: str, given: object) -> set[str]:
-    variables = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_variable)
-    return {
-        _path((*path, *inside))
-        for path, variable in variables
-        if is_nnx(variable, kind)
-        for inside, _ in jax.tree_util.tree_leaves_with_path(variable)
-    }
 
 
 def _is_in(path: str, place: str) -> bool:

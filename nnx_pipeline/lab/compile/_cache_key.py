@@ -22,8 +22,8 @@ PACKAGES = {
     "": ("jax", "jaxlib", "flax", "optax", "numpy"),
     "tpu": ("libtpu",),
     "cuda": (
-        *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
-        "nvidia-cudnn-cu13",
+        *("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+        *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13"),
     ),
 }
 # Names, or prefixes of names, of the environment variables that the compilers, JAX and Flax read.
@@ -45,8 +45,7 @@ class Unnamed(Exception):
 
 
 def entry_key(platform: Platform, *values: object) -> str | None:
-    """A hash of the values (see `key_text`) and of all else that decides what a compiler makes of
-    them.
+    """A hash of the values (see `key_text`) and of all that decides what a compiler makes of them.
 
     That is the versions of the platform's packages and of Python, the source and the folder of this
     package, and the flags in environment variables, in the files that these name, in `jax.config`

@@ -3,7 +3,9 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -67,21 +69,19 @@ def read_program(
         module = parse(text)
     except ValueError as error:
         nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
-        unread = _text("the program", error, "flops", "collectives", "buffers", "time")
-        return ProgramFigures(
-            collectives=nothing, assigned=outside_heap, unread=(unread, *unreadable)
-        )
+        why = _text("the program", error, "flops", "collectives", "buffers", "time")
+        unread = (why, *unreadable)
+        return ProgramFigures(collectives=nothing, assigned=outside_heap, unread=unread)
     module, whole = at_constraints(module, constraints)
     shares = branch_shares(module)
     runs = executions(module, shares)
     products = products_of(module, runs)
     estimate = Estimate(module, runs, links, shares) if links else None
-    found = [
-        *products.unknown,
-        *uncounted_transfers(module, runs),
-        *unknown_opcodes(module, runs),
-        *(estimate.unread if estimate else ()),
-    ]
+    found = [*products.unknown, *uncounted_transfers(module, runs), *unknown_opcodes(module, runs)]
+    notes = [*whole, *branch_notes(module, runs, shares)]
+    if estimate:
+        found += estimate.unread
+        notes += estimate.notes
     return ProgramFigures(
         flops=None if products.unknown else products.known,
         known_flops=products.known,
@@ -90,11 +90,7 @@ def read_program(
         assigned=outside_heap,
         time=estimate.time if estimate else None,
         unread=(*merged(found), *(estimate.bounds if estimate else ()), *unreadable),
-        notes=(
-            *whole,
-            *branch_notes(module, runs, shares),
-            *(estimate.notes if estimate else ()),
-        ),
+        notes=tuple(notes),
     )
 
 
@@ -114,18 +110,23 @@ def _text(what: str, error: ValueError, *figures: str) -> Unread:
 
 def dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
     """A note on arguments that nothing reads: JAX drops them, but the caller still holds them."""
+    dropped = [one for one, is_read in _arguments(compiled) if not is_read]
+    if not dropped:
+        return []
+    text = f"{_bytes(dropped):,} bytes before sharding, which the caller still holds"
+    return [f"{in_no_figure(len(dropped))}: {text}"]
+
+
+def _arguments(compiled: jax.stages.Compiled) -> list[tuple[Any, bool]]:
+    """The arguments, each with whether the program reads it."""
     tree: object
     arguments, tree = jax.tree.flatten(compiled.args_info)
     places = tree.flatten_up_to(compiled.input_shardings)
-    sizes = [
-        math.prod(argument.shape) * getattr(argument.dtype, "itemsize", 0)
-        for argument, place in zip(arguments, places, strict=True)
-        if place is None
-    ]
-    if not sizes:
-        return []
-    text = f"{sum(sizes):,} bytes before sharding, which the caller still holds"
-    return [f"{in_no_figure(len(sizes))}: {text}"]
+    return [(one, place is not None) for one, place in zip(arguments, places, strict=True)]
+
+
+def _bytes(arguments: Iterable[Any]) -> int:
+    return sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in arguments)
 
 
 def in_no_figure(count: int) -> str:
@@ -135,10 +136,7 @@ def in_no_figure(count: int) -> str:
 
 def lost_donations(compiled: jax.stages.Compiled, hlo: str) -> list[str]:
     """A note on donated arguments whose memory no result of the compiled program takes."""
-    tree: object
-    arguments, tree = jax.tree.flatten(compiled.args_info)
-    places = tree.flatten_up_to(compiled.input_shardings)
-    read = [one for one, place in zip(arguments, places, strict=True) if place is not None]
+    read = [one for one, is_read in _arguments(compiled) if is_read]
     aliases = re.search(r"input_output_alias=\{(.*?\)) \}", hlo.partition("\n")[0])
     # An entry is `{output}: (parameter, {place in it}, kind)`; many parameters become one tuple.
     entries = re.findall(r": \((\d+), \{(\d*)", aliases[1]) if aliases else []
@@ -146,13 +144,12 @@ def lost_donations(compiled: jax.stages.Compiled, hlo: str) -> list[str]:
     lost = [one for at, one in enumerate(read) if one.donated and at not in taken]
     if not lost:
         return []
-    size = sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in lost)
     kinds = dict.fromkeys(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in lost)
     more = ", …" if len(kinds) > 3 else ""
     return [
         f"donated without effect: {counted(len(lost), 'argument')} ({', '.join([*kinds][:3])}{more}"
-        f"; {size:,} bytes before sharding). A result takes the memory of an argument of its own "
-        "dtype, shape and sharding"
+        f"; {_bytes(lost):,} bytes before sharding). A result takes the memory of an argument of "
+        "its own dtype, shape and sharding"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Names what a function calls that JAX does not lower without the device, and the line of it."""
+"""Names what JAX does not lower: what needs the device, with its line, and shardings of its own."""
 
 import contextlib
 import os
@@ -20,6 +20,33 @@ _CALLBACKS = {
 _NO_RULE = re.compile(r"translation rule for primitive '(\w+)' not found")  # the words of JAX
 _CURE = "leave the call out of what is measured, with jnp.zeros in the place of what it returns"
 _HERMITIAN = ", or take jnp.linalg.eigh where the matrix is Hermitian"
+# What JAX says when it lowers a function with shardings of its own, and what these are.
+_ARGUMENTS = (
+    "in_shardings that its arguments do not have here; leave these out and give the arguments "
+    "theirs, by sharding= of a jax.ShapeDtypeStruct or by @axis of --arg. out_shardings may stay"
+)
+_DEVICES = "devices of its own; write it with axes alone, or over a jax.sharding.AbstractMesh"
+_INSIDE = (
+    "a jit, or a device_put, inside with devices of its own; leave its shardings out, or use "
+    "jax.lax.with_sharding_constraint with axes alone"
+)
+_OWN_SHARDINGS = {
+    r"incompatible devices .*sharding_constraint": f"a sharding constraint with {_DEVICES}",
+    r"incompatible devices .*output sharding": f"an out_sharding with {_DEVICES}",
+    r"incompatible devices .*ARG_SHARDING": _ARGUMENTS,
+    r"incompatible devices .* inside jit": _INSIDE,
+    r"Memory kinds passed to jax\.jit does not match": _ARGUMENTS,
+    r"Sharding passed to jit does not match": _ARGUMENTS,
+}
+PMAP = (
+    "jax.pmap, which takes devices of this process and cannot be compiled for others; write it as "
+    "a jax.jit of arguments with shardings, or as a jax.shard_map without mesh=, which takes the "
+    "mesh that mesh= of the measurement, or --mesh, gives"
+)
+CAPTURED = (
+    "computes with a jax.ShapeDtypeStruct that is none of its arguments, such as one of a module "
+    "around it; pass it as an argument"
+)
 
 
 @contextlib.contextmanager
@@ -62,39 +89,6 @@ def _path(program: Jaxpr, primitive: str) -> list[JaxprEqn]:
             if found := _path(inner, primitive):
                 return [*found, equation]
     return []
-
-
-# What JAX says when it lowers a function with shardings of its own, and what these are.
-_ARGUMENTS = (
-    "in_shardings that its arguments do not have here; leave these out and give the arguments "
-    "theirs, by sharding= of a jax.ShapeDtypeStruct or by @axis of --arg. out_shardings may stay"
-)
-_DEVICES = "devices of its own; write it with axes alone, or over a jax.sharding.AbstractMesh"
-_INSIDE = (
-    "a jit, or a device_put, inside with devices of its own; leave its shardings out, or use "
-    "jax.lax.with_sharding_constraint with axes alone"
-)
-_OWN_SHARDINGS = {
-    r"incompatible devices .*sharding_constraint": f"a sharding constraint with {_DEVICES}",
-    r"incompatible devices .*output sharding": f"an out_sharding with {_DEVICES}",
-    r"incompatible devices .*ARG_SHARDING": _ARGUMENTS,
-    r"incompatible devices .* inside jit": _INSIDE,
-    r"Memory kinds passed to jax\.jit does not match": _ARGUMENTS,
-    r"Sharding passed to jit does not match": _ARGUMENTS,
-}
-
-
-PMAP = (
-    "jax.pmap, which takes devices of this process and cannot be compiled for others; write it as "
-    "a jax.jit of arguments with shardings, or as a jax.shard_map without mesh=, which takes the "
-    "mesh that mesh= of the measurement, or --mesh, gives"
-)
-
-
-CAPTURED = (
-    "computes with a jax.ShapeDtypeStruct that is none of its arguments, such as one of a module "
-    "around it; pass it as an argument"
-)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def placed_on(leaf: Any, mesh: Mesh | None, device: jax.Device) -> jax.sharding.
     sharding = getattr(leaf, "sharding", None)
     spec, own = P(), dict[str, int]()
     if isinstance(sharding, NamedSharding):
-        spec, own = sharding.spec, dict(sharding.mesh.shape)
+        spec, own = sharding.spec, sharding.mesh.shape
     kind = _known_kind(memory_kind(leaf), device)
     if mesh is None:
         if not is_trivial(spec):
@@ -69,8 +69,7 @@ def placed_on(leaf: Any, mesh: Mesh | None, device: jax.Device) -> jax.sharding.
         if kind is None:
             return jax.sharding.SingleDeviceSharding(device)
         mesh = Mesh(np.asarray([device]), ("device",))
-    _check_axes(spec, own, dict(mesh.shape))
-    check_splits("an argument", leaf.shape, spec, dict(mesh.shape))
+    _check_axes(leaf.shape, spec, own, mesh.shape)
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     if placed.memory_kind == kind or kind is None:
         return placed
@@ -84,13 +83,14 @@ def check_places(arguments: object, mesh: Mesh | AbstractMesh) -> None:
     for leaf in jax.tree.leaves(arguments):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
-            _check_axes(sharding.spec, dict(sharding.mesh.shape), dict(mesh.shape))
-            check_splits("an argument", leaf.shape, sharding.spec, dict(mesh.shape))
+            _check_axes(leaf.shape, sharding.spec, sharding.mesh.shape, mesh.shape)
 
 
-def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-    """Raises InputError unless the axes of a spec have the sizes on a mesh (`sizes`) that they are
-    for."""
+def _check_axes(
+    shape: Sequence[int], spec: P, own: Mapping[str, int], sizes: Mapping[str, int]
+) -> None:
+    """Raises InputError unless the axes of a spec have the same `sizes` as on the mesh that it is
+    for, and split an array of this shape."""
     for axis in sorted(spec_axes(spec)):
         if axis not in sizes:
             raise InputError(
@@ -104,6 +104,7 @@ def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> No
                 f"an argument is sharded over {axis}={own[axis]}, and the mesh has "
                 f"{axis}={sizes[axis]}; give both the same size"
             )
+    check_splits("an argument", shape, spec, sizes)
 
 
 def check_splits(

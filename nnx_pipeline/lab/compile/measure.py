@@ -308,19 +308,14 @@ def _parameters(hlo: str) -> int:
 
 
 def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory:
+    names = ("argument", "output", "alias", "temp", "host_temp", "host_argument", "host_output")
     return Memory(
-        argument_bytes=analysis.argument_size_in_bytes,
-        output_bytes=analysis.output_size_in_bytes,
-        alias_bytes=analysis.alias_size_in_bytes,
-        temp_bytes=analysis.temp_size_in_bytes,
+        **{f"{name}_bytes": getattr(analysis, f"{name}_size_in_bytes") for name in names},
         heap_bytes=heap,
         constant_bytes=buffers.constant_bytes if buffers else None,
         peak_bytes=analysis.peak_memory_in_bytes or None,
         # Every program has code: 0 is a field that the NVIDIA and CPU compilers leave empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
-        host_temp_bytes=analysis.host_temp_size_in_bytes,
-        host_argument_bytes=analysis.host_argument_size_in_bytes,
-        host_output_bytes=analysis.host_output_size_in_bytes,
     )
 
 

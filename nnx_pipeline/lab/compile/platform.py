@@ -49,27 +49,13 @@ _TPU_ENVIRONMENT = {
 # The memory of one device in GiB: for a program that is too large the compiler (libtpu 0.0.42.1)
 # says "available HBM (95.74G)". A chip of v2, v3 and tpu7x is two devices there.
 _TPU_MEMORY = {
-    "v2": 7.48,
-    "v3": 15.48,
-    "v4": 30.75,
-    "v5e": 15.75,
-    "v5p": 95.74,
-    "v6e": 31.25,
-    "tpu7x": 94.75,
+    **{"v2": 7.48, "v3": 15.48, "v4": 30.75, "tpu7x": 94.75},
+    **{"v5e": 15.75, "v5p": 95.74, "v6e": 31.25},
 }
-
-
 # The slices of a TPU v5p by their number of chips.
 _V5P = {
-    4: "2x2x1",
-    8: "2x2x2",
-    16: "2x2x4",
-    32: "2x4x4",
-    64: "4x4x4",
-    128: "4x4x8",
-    256: "4x8x8",
-    512: "8x8x8",
-    1024: "8x8x16",
+    **{4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
+    **{256: "4x8x8", 512: "8x8x8", 1024: "8x8x16"},
 }
 
 
@@ -108,33 +94,29 @@ class Platform:
     @classmethod
     def _parsed(cls, text: str) -> Platform:
         kind, *rest = text.split(":")
+        what = f"platform {text!r}"
         if kind not in KINDS:
             cure = "did you mean 'cuda'?" if kind in ("gpu", "nvidia") else nearest(kind, KINDS)
-            raise InputError(f"platform {text!r} is not known; {cure}")
+            raise InputError(f"{what} is not known; {cure}")
         if kind in ("cpu", "local"):
             if rest:
-                raise InputError(f"platform {text!r} takes no target; write {kind}")
+                raise InputError(f"{what} takes no target; write {kind}")
             return cls(kind)
         example = "tpu:v5p:2x2x2" if kind == "tpu" else "cuda:h100:8"
         if len(rest) != 2 or not all(rest):
-            raise InputError(f"platform {text!r} is not complete; write for example {example}")
+            raise InputError(f"{what} is not complete; write for example {example}")
         target, topology = rest
         if kind == "cuda":
             if target not in CUDA_TARGETS:
-                raise InputError(
-                    f"platform {text!r} has no such GPU; choose one of: {', '.join(CUDA_TARGETS)}"
-                )
+                known = ", ".join(CUDA_TARGETS)
+                raise InputError(f"{what} has no such GPU; choose one of: {known}")
             if not re.fullmatch(r"[1-9][0-9]{0,5}", topology):
-                raise InputError(
-                    f"platform {text!r} needs a number of GPUs, {MOST_DEVICES} at most; write "
-                    f"{example}"
-                )
+                cure = f"{MOST_DEVICES} at most; write {example}"
+                raise InputError(f"{what} needs a number of GPUs, {cure}")
         elif not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology):
-            raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
+            raise InputError(f"{what} has no topology like 2x2x2; write {example}")
         if math.prod(map(int, topology.split("x"))) > MOST_DEVICES:
-            raise InputError(
-                f"platform {text!r} has more than {MOST_DEVICES} devices; write {example}"
-            )
+            raise InputError(f"{what} has more than {MOST_DEVICES} devices; write {example}")
         return cls(kind, target, topology)
 
     def with_settings(self, settings: tuple[Setting, ...]) -> Platform:
