@@ -1,9 +1,8 @@
 """Counts what a compiled program executes per step: matrix products and collectives.
 
 XLA's own cost analysis counts the body of a loop once and does not know what library calls compute.
-Here every count is multiplied by the trip counts of the loops around it (`Runs`). All figures are
-per device and per step; None is what the text does not tell, as for a loop whose end depends on
-data.
+Here all counts are multiplied by the trip counts of the loops around them (`Runs`). Figures are per
+device and step; None is what the text does not tell.
 """
 
 import dataclasses
@@ -202,9 +201,8 @@ def _slices(computation: Computation, instruction: Instruction) -> list[Instruct
 
 
 def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
-    """Whether this is another copy of a collective that was counted already. The TPU compiler may
-    split one into several fusions (start, steps, done), each with a copy of the same `chain_id` and
-    `channel_id`."""
+    """Whether a copy of this collective was counted already: the TPU compiler may split one into
+    several fusions, each with a copy of the same `chain_id` and `channel_id`."""
     chain = CHAIN.search(instruction.attributes.get("frontend_attributes", ""))
     if chain is None:
         return False
@@ -215,8 +213,8 @@ def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> b
 
 
 def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
-    """Instructions with an unknown opcode, through which no buffer's line and role can be traced,
-    also in computations that `runs` leaves out."""
+    """Instructions through which no buffer's line and role can be traced, whether they run or
+    not."""
     return tuple(
         unread(instruction, "buffers", runs.get(home.name), "an opcode that is not known")
         for home, instruction in module.instructions()

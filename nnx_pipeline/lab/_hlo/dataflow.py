@@ -232,11 +232,8 @@ class Flow:
 
     def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
         """The instructions through which the numbers of a value came, up to one that computes, a
-        collective or an argument of the program. It is never empty for a value that the text
-        prints.
-
-        - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too.
-        """
+        collective or an argument; with `reshaped`, also through conversions, slices, transposes and
+        all-gathers. It is never empty for a value that the text prints."""
         through = {*MOVES, *_CALLS, "parameter", "while", "conditional"}
         through.update(RESHAPES if reshaped else ())
         passed: list[Instruction] = []

@@ -109,8 +109,7 @@ class Scope:
         return self.value(self.computation.root, element)
 
     def called(self, instruction: Instruction, name: str, first: int = 0) -> "Scope":
-        """The scope of a computation that an instruction runs; operand `first` becomes its
-        parameter 0."""
+        """The scope of what an instruction runs; operand `first` becomes its parameter 0."""
 
         def read(number: int, element: int | None) -> Value | None:
             return self.value(instruction.operands[first + number], element)
@@ -171,8 +170,8 @@ def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None
 def _by_entry(
     opcode: str, direction: str | None, shape: Shape, operands: tuple[Value, ...]
 ) -> Value | None:
-    """What an instruction computes of the entries at each place; None if one is not known. Operands
-    are arrays of the result's size, or scalars."""
+    """What is computed at each place of arrays of the result's size, or of scalars; None if
+    unknown."""
     if any(isinstance(one, tuple) and len(one) != shape.elements for one in operands):
         return None
     columns = [one if isinstance(one, tuple) else (one,) * shape.elements for one in operands]

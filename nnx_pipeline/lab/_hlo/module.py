@@ -1,9 +1,6 @@
-"""Parses the optimized HLO text of a compiled program (`compiled.as_text()`).
-
-A module consists of computations, and these of instructions in the order in which they run. What no
-figure needs is kept as text. All compilers print the same language; `Scanner` finds where its parts
-end. Text that cannot be parsed raises ValueError with the line.
-"""
+"""Parses the optimized HLO text of a compiled program (`compiled.as_text()`), which all compilers
+print in the same language: a module of computations, and these of instructions in the order in
+which they run. Text that cannot be parsed raises ValueError with the line."""
 
 import functools
 import hashlib
@@ -173,8 +170,8 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses the module that a compiler printed. Raises ValueError, with the line, for what is no
-    HLO."""
+    """Parses the module that a compiler printed; raises ValueError, with the line, for other
+    text."""
     scanner = Scanner(text)
     name, frames, _, at = _head(scanner)
     computations: dict[str, Computation] = {}

@@ -207,12 +207,9 @@ def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
 
 
 def _cudnn_attention_flops(read: list[Shape], call: Instruction, products: int) -> int | None:
-    """Operations of cuDNN's attention, for the pairs of a query and a key that it may read; None
-    for a mask other than none, or a causal one of one sequence, with a window or without.
-
-    - `read`: queries and keys, `[batch, sequence, heads, head_dim]`.
-    - `products`: how many matrix products of all scores the call makes.
-    """
+    """Operations of cuDNN's attention for the pairs of a query and a key that it may read: of
+    queries and keys (`read`: `[batch, sequence, heads, head_dim]`) so many products of all scores.
+    None for a mask other than none, or a causal one of one sequence, with a window or without."""
     mask = re.search(r"mask_type\W+(\w+)", call.config)
     window = re.search(r"sliding_window_length\W+(\d+)", call.config)
     if mask is None or any(len(shape.dims) != 4 for shape in read):

@@ -1,10 +1,5 @@
-"""Finds the parts of HLO text: where brackets close, where an instruction and its attributes end,
-and the Python frames of an instruction.
-
-Lines do not decide that alone: an attribute may hold the JSON of a kernel over several lines, and a
-quotation may hold brackets. What is never closed, or closed by another kind, raises ValueError with
-the line.
-"""
+"""Finds the parts of HLO text, and the Python frames of an instruction. Lines do not decide where a
+part ends: an attribute may hold the JSON of a kernel, a quotation may hold brackets."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -86,9 +81,9 @@ class Scanner:
         return found.end()
 
     def attributes(self, at: int) -> tuple[dict[str, str], int]:
-        """The `key=value` pairs from a position on, each after a comma, and where they end: at the
-        closing brace around them, or at the end of a line that is not within brackets or directly
-        after a comma or an equals sign."""
+        """The `key=value` pairs from a position on, each after a comma, up to the closing brace
+        around them, or to the end of a line that is not in brackets or after a comma or an equals
+        sign."""
         pieces, end = self._pieces(at)
         (behind, first), *rest = pieces
         if COMMENT.sub("", first).strip():
@@ -159,11 +154,9 @@ _FIELD = re.compile(r'(\w+)=\s*("[^"\\]*(?:\\.[^"\\]*)*"|[^\s}]+)', re.DOTALL)
 
 
 class Frames:
-    """The stacks of Python frames of one program.
-
-    - `tables`: the rows of each table by its title, as text by row number.
-    - `program`: the name of the module: `jit_` and the name of the function.
-    """
+    """The stacks of Python frames of a program, from the tables at the head of its text: rows by
+    their numbers, by titles. `program` is the name of the module: `jit_` and the name of the
+    function."""
 
     def __init__(self, tables: Mapping[str, Mapping[str, str]], program: str) -> None:
         self._tables = tables

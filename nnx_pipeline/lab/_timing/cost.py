@@ -159,8 +159,8 @@ class Costs:
         return Transfer(way, _moved(computation, instruction) / self.device.host)
 
     def at_peak(self, computation: Computation, instruction: Instruction) -> float | str:
-        """Seconds of the products of an instruction and of what is part of it, at the peak rate; a
-        text says why that is not known."""
+        """Seconds of the products of an instruction, parts included, at the peak; or why not
+        known."""
         if inside := called_inside(instruction):
             found = list(itertools.starmap(self.at_peak, self.module.instructions(inside)))
             unknown = [reason for reason in found if isinstance(reason, str)]

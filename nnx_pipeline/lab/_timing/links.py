@@ -147,19 +147,16 @@ class Links:
 
     @classmethod
     def of(cls, device: Device, topology: str, devices: Sequence[jax.Device]) -> "Links":
-        """The links between devices of JAX in the order of the program's mesh; `topology` is the
-        shape of a TPU slice, such as `2x2x2`, or the number of GPUs."""
+        """The links between the devices of the mesh, in its order; `topology` is `2x2x2` or a
+        number."""
         shape = tuple(map(int, topology.split("x")))
         if not device.dimensions:
             return cls(device, shape, tuple((number,) for number in range(len(devices))))
         return cls(device, shape, tuple(tuple(each.coords)[: len(shape)] for each in devices))
 
     def seconds(self, kind: str, size: int, groups: Groups) -> float | None:
-        """How long a collective takes; None where nothing is known of the links that it needs.
-
-        - `size`: bytes of its result on one device.
-        - `groups`: from `groups_of`; the pairs of a `collective-permute`.
-        """
+        """How long a collective takes with a result of so many bytes per device, over the groups of
+        `groups_of` or the pairs of a permutation; None where nothing is known of its links."""
         island = self.device.island
         if any(not 0 <= number < len(self.places) for group in groups for number in group):
             return None

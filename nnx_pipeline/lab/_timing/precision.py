@@ -64,9 +64,8 @@ def product_rate(device: Device, wanted: ProductPrecision) -> float | None:
 def precisions_of_kernel(
     kernel: Instruction, read: Sequence[Shape]
 ) -> tuple[ProductPrecision, ...]:
-    """What the products of a kernel written by hand for a TPU may ask; one where that is known. Of
-    MLIR in binary form the precisions can be read, the dtypes are those of the arrays that it
-    reads."""
+    """What the products of a kernel written by hand for a TPU may ask; one where that is known.
+    MLIR in binary form tells the precisions; the dtypes are those of the arrays that it reads."""
     found = _BODY.search(kernel.config)
     try:
         body = base64.b64decode(found[1] if found else "").decode("utf-8", "replace")

@@ -70,8 +70,7 @@ class Time:
     rows: tuple[TimeRow, ...] = ()
 
     def of_model(self, useful_flops: float, bubble_share: float) -> "Time":
-        """The same with the operations per device and step that the model needs, none of them
-        twice."""
+        """The same with the operations per device and step that the model needs, counted once."""
         mfu = useful_flops / (self.step_seconds * self.peak_flops) if self.step_seconds else None
         return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share)
 

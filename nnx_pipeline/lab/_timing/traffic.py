@@ -30,8 +30,7 @@ class Traffic:
     counted: Counted = lambda shape: shape.bytes  # such as nothing of what lies on the chip
 
     def of(self, computation: Computation, instruction: Instruction) -> int:
-        """Bytes that an instruction reads and makes, without the workspace behind a library's
-        result."""
+        """Bytes that an instruction reads and makes, without a library's workspace."""
         if plain(instruction.opcode) == "fusion":
             return self._of_fusion(self.module.computations[instruction.called()[0]])
         read = [list(found) for found in computation.operand_shapes(instruction)]

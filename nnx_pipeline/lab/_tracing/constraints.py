@@ -46,9 +46,8 @@ class Constraint:
 
 
 def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
-    """The constraints of a program at any depth, each with the operation that made the array. Where
-    that is elementwise, those before it count too, up to the first that is not elementwise or is a
-    constraint itself."""
+    """The constraints of a program at any depth, each with the operation that made the array, and
+    with those before it as long as they are elementwise and no constraint."""
     search = _Search(program)
     found = list(search.found())
     names = {one.operation for _, one in found}

@@ -41,10 +41,8 @@ def _is_typed(frame: Frame) -> bool:
 
 
 def home_of(stacks: Iterable[Sequence[Frame]], function: str = "") -> str:
-    """The package whose code a program is; "" where some of its code is the user's.
-
-    - `function`: the name of the measured function, which a framework may have called.
-    """
+    """The package whose code a program is; "" where some of its code is the user's. A framework may
+    have called the measured `function`."""
     roots: Counter[str] = Counter()
     for stack in stacks:
         if not all(package_of(frame[0]) for frame in stack):

@@ -1,6 +1,5 @@
-"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it. `source_info` of
-a `JaxprEqn` is not documented. This file alone reads it: `traceback.as_python_traceback()` and
-`name_stack`."""
+"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it. Only this file
+reads `source_info`, which is not documented: `traceback` and `name_stack`."""
 
 import traceback
 from collections import defaultdict
@@ -42,11 +41,8 @@ NOWHERE = Location("", 0, "")
 
 
 def location_of(equations: Sequence[JaxprEqn]) -> Location:
-    """The innermost line of the program's own code (`installed`) that made an equation.
-
-    - `equations`: the equation and those around it, innermost first. A function that JAX itself
-      jits, such as `jax.nn.one_hot`, does not record who calls it; the equation of the call does.
-    """
+    """The innermost line of the program's own code that made an equation, which comes first, with
+    those around it: JAX's own jits, as in `jax.nn.one_hot`, do not record who calls them."""
     stacks = [_outside_jax(equation) for equation in equations]
     home = home_of(stacks)
     own = ([one for one in stack if package_of(one[0]) == home] for stack in stacks)
@@ -129,9 +125,9 @@ def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
 
 
 def is_promotion(equation: JaxprEqn) -> bool:
-    """Whether a cast was made because dtypes differ, and is not written in the source. That is a
-    cast by jax.numpy inside a function other than `astype`, `asarray` and `array`, or by Flax's
-    `promote_dtype`. Where the stack is lost, as in a `jax.custom_vjp`, the answer is no."""
+    """Whether a cast was made because dtypes differ: by jax.numpy inside a function other than
+    `astype`, `asarray` and `array`, or by Flax's `promote_dtype`. Where the stack is lost, as in a
+    `jax.custom_vjp`, the answer is no."""
     frames = _frames(equation)
     last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
     # The cast of Flax is in a comprehension of `promote_dtype`, which may have a frame of its own.
@@ -142,11 +138,8 @@ def is_promotion(equation: JaxprEqn) -> bool:
 
 
 def is_transposed(equations: Sequence[JaxprEqn]) -> bool:
-    """Whether an equation of a backward pass is the transpose of one of the forward pass.
-
-    - `equations`: the equation and those around it, innermost first: a loop's mark holds for its
-      body.
-    """
+    """Whether an equation of a backward pass, the first of these from the inside, is the transpose
+    of one of the forward pass: a loop's mark holds for its body."""
     for equation in equations:
         # What a backward pass recomputes is the forward pass again, not a transpose.
         if is_recomputed(equation):

@@ -1,6 +1,5 @@
 """Adds NNX state that a function changes in place, as `nnx.Optimizer.update` does, to its results.
-Flax is not imported here: where a program has not imported it, none of its objects is one of
-Flax."""
+A program that has not imported Flax has none of its objects, so it is not imported here."""
 
 import contextlib
 import functools
@@ -41,9 +40,8 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def holds_itself(tree: object, around: frozenset[int] = frozenset()) -> bool:
-    """Whether a tree has a cycle, such as a module with an attribute that leads back to it. To be
-    asked before JAX flattens the tree: that would run into Python's recursion limit, and Python
-    then stays close to the limit, so that later calls fail."""
+    """Whether a tree has a cycle. To be asked before JAX flattens it: that would run into Python's
+    recursion limit, and Python then stays close to it, so that later calls fail."""
     if id(tree) in around:
         return True
     # JAX asks first whether the tree itself is a leaf (no), then the same of its children (yes).
@@ -177,8 +175,7 @@ def _shown(leaf: object) -> object:
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:
-    """The entries of `kinds` that are left when each of the others has taken away one equal to
-    it."""
+    """The entries of `kinds` that are left when each of the others has taken away an equal one."""
     counts = Counter(others)
     left = {}
     for path, kind in kinds.items():

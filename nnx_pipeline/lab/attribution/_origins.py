@@ -113,10 +113,7 @@ class Callers:
 
 
 class Origins:
-    """Finds the origins of the values of one program.
-
-    - `one_line`: names of jitted functions that one source line calls (`called_from_one_line`).
-    """
+    """Finds the origins of the values of one program; for `one_line` see `called_from_one_line`."""
 
     def __init__(self, flow: Flow, one_line: frozenset[str] = frozenset()) -> None:
         self.flow = flow

@@ -71,8 +71,7 @@ class Roles:
         self.origins = origins
 
     def of(self, value: Value, shape: Shape | None) -> str:
-        """The role of a value, one of `ROLES`; `shape` is None for the table of pointers of a
-        tuple."""
+        """The role of a value; `shape` is None for the table of pointers of a tuple."""
         instruction = self.flow.at(value)
         if instruction is None or shape is None:
             return "other"

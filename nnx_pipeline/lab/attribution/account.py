@@ -195,8 +195,7 @@ def in_outputs(buffers: BufferText) -> list[InOutput]:
 
 
 def free_parts(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """For each piece (start and exclusive end), the number of its bytes that no earlier one
-    covers."""
+    """For each piece (start and exclusive end), the bytes of it that no earlier one covers."""
     taken: list[tuple[int, int]] = []  # what the pieces so far cover; no two of them touch
     sizes = []
     for start, end in pieces:

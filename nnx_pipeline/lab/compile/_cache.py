@@ -44,9 +44,8 @@ class Cache:
 
     @classmethod
     def of_user(cls, *, fresh: bool = False) -> "Cache":
-        """The cache that the command line uses: $NNX_PIPELINE_CACHE, else
-        $XDG_CACHE_HOME/nnx-pipeline, else ~/.cache/nnx-pipeline. A user without a home folder and
-        these variables has no cache."""
+        """The command line's: in $NNX_PIPELINE_CACHE, else $XDG_CACHE_HOME/nnx-pipeline, else
+        ~/.cache/nnx-pipeline; without a home folder and these variables there is none."""
         if named := os.environ.get(FOLDER_VARIABLE):
             return cls(local(named), fresh=fresh)
         try:
@@ -95,8 +94,8 @@ class Cache:
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """A value of a dataclass, from what `dataclasses.asdict` and JSON made of it. Raises KeyError
-    or TypeError for anything else."""
+    """The inverse of `dataclasses.asdict` and JSON; raises KeyError or TypeError for anything
+    else."""
     parts = typing.get_args(kind)
     if hasattr(kind, "__dataclass_fields__"):
         hints = _hints(kind)

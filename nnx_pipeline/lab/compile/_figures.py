@@ -55,14 +55,9 @@ def read_program(
     links: Links | None = None,
     constraints: tuple[Constraint, ...] = (),
 ) -> ProgramFigures:
-    """Reads every figure that the text of a compiled program gives.
-
-    - `buffers`, `temp_bytes`: the buffer assignment of `compile_with_dump`; `temp_size_in_bytes`.
-    - `links`: the devices that it runs on, for the estimate of its time; None for no estimate.
-
-    A text that cannot be read gives no figures, and an entry of `unread` names the line. This does
-    not raise, because the memory that the compiler itself reports does not depend on the text.
-    """
+    """Reads every figure that the text of a program and its buffer assignment give; the time where
+    `links` are known. A text that cannot be read gives none, and an entry of `unread` names the
+    line: the memory that the compiler itself reports does not depend on it."""
     placed, unreadable = _buffers(buffers)
     outside_heap = assigned(placed) if placed else None
     try:

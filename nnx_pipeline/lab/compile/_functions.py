@@ -236,9 +236,8 @@ def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
 
 
 def check_sizes(arguments: object) -> None:
-    """Raises InputError for pytrees of more than `LARGEST` bytes, for a `jax.ShapeDtypeStruct`
-    whose dtype JAX would replace by one of half the width, and for a module that contains
-    itself."""
+    """Raises InputError for more than `LARGEST` bytes, for a `jax.ShapeDtypeStruct` of a dtype that
+    JAX would narrow, and for a module that contains itself."""
     if holds_itself(arguments):
         raise InputError(
             "an argument is a module that contains itself, which JAX cannot flatten; leave out "

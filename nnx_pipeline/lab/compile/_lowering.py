@@ -93,8 +93,8 @@ def _path(program: Jaxpr, primitive: str) -> list[JaxprEqn]:
 
 @contextlib.contextmanager
 def lowered_for_other_devices(name: str, program: ClosedJaxpr) -> Iterator[None]:
-    """A context to lower a program in, which raises InputError for shardings of its own, and for a
-    constant without a value."""
+    """A context to lower in; raises InputError for own shardings and for constants without a
+    value."""
     try:
         yield
     except TypeError as error:

@@ -16,13 +16,8 @@ AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
 
 
 def mesh_on(mesh: AnyMesh, devices: Sequence[jax.Device]) -> Mesh | None:
-    """A JAX mesh with the axes of `mesh` over the given devices; None stays None.
-
-    - `mesh`: a JAX mesh, of which only the axes count, or a text or a `MeshConfig`, which gives a
-      mesh with the axes of this project in auto mode.
-
-    Raises InputError for what is no mesh, and when there are not enough devices.
-    """
+    """A JAX mesh with the axes of `mesh` over the devices, in auto mode where that is a text or a
+    `MeshConfig`. Raises InputError for what is no mesh, and when there are not enough devices."""
     if isinstance(mesh, str):
         mesh = MeshConfig.parse(mesh)
     if isinstance(mesh, MeshConfig):

@@ -44,13 +44,8 @@ def flag_sets() -> dict[str, list[str]]:
 
 def parse_settings(*layers: Sequence[str]) -> tuple[Setting, ...]:
     """The settings that texts such as `xla_tpu_use_x=true` or `@host_offload_flags` give, by name.
-
-    - `layers`: the texts of all arms, then those of one arm, whose settings win. Within a layer a
-      setting that is given itself wins over one of a set.
-
-    Raises InputError for a text of another form, for an unknown set, and for a setting that one
-    layer gives two values.
-    """
+    Later layers win; in a layer a setting wins over a set. Raises InputError for another form, an
+    unknown set, and a setting that one layer gives two values."""
     found: dict[str, Setting] = {}
     for texts in layers:
         sets = [one for text in texts if text.startswith("@") for one in _of_set(text)]
@@ -61,8 +56,8 @@ def parse_settings(*layers: Sequence[str]) -> tuple[Setting, ...]:
 
 
 def check_kind(settings: Iterable[Setting], kind: str, platform: str) -> None:
-    """Raises InputError for a setting that is for another kind of platform, or that the lab needs;
-    of the kind `local` nothing is known."""
+    """Raises InputError for a setting that is for another kind of platform, or that the lab
+    sets."""
     for one in settings:
         if one.name.startswith("xla_dump"):
             raise InputError(

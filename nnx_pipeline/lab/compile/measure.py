@@ -208,9 +208,9 @@ class Lowered:
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
-        """Compiles the program and measures it. A program that the TPU compiler refuses as too
-        large has the figures that do not need the rest of its work. Raises what the compiler raises
-        for every other reason."""
+        """Compiles the program and measures it. One that the TPU compiler refuses as too large has
+        the figures that do not need the rest of its work; what else the compiler raises is
+        raised."""
         platform, clock = self.platform, self.clock
         with clock("compile", f"compiling for {platform}"):
             compiled, text, applied, left_out = compile_with_settings(self.program, platform)
@@ -277,8 +277,8 @@ def lower_traced(
     mesh: dict[str, int],
     config: dict[str, Any],
 ) -> Lowered:
-    """Lowers a traced program; to be called under its mesh. `mesh` and `config` are what the
-    measurement records. Raises InputError as `lowered_without_devices` does."""
+    """Lowers a traced program; to be called under its mesh. Raises InputError as
+    `lowered_without_devices` does."""
     with lowered_without_devices(traced.jaxpr, platform), clock("lower", "lowering it"):
         program = traced.lower()
     return Lowered(
@@ -333,8 +333,7 @@ def _versions(platform: Platform) -> dict[str, str | None]:
 
 
 class Clock:
-    """Times named phases, used as `with clock("lower", "lowering it"):`; `progress` is called with
-    the second text. `seconds` holds the duration of each phase by its name."""
+    """Times phases, as in `with clock("lower", "lowering it"):`, and reports them by `progress`."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
