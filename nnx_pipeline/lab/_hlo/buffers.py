@@ -1,6 +1,7 @@
 """Reads the compiler's buffer assignment: where each value lies in memory, and when it is live.
 
-The text (see `compile_with_dump`) has the same format on TPU, NVIDIA and CPU:
+The text (see `compile_with_dump`) has the same format on TPU, NVIDIA and CPU. Its sequence lists
+the whole program in one order, loop bodies included; a live range is a pair of positions in it:
 
     allocation 403: size 273236160, preallocated-temp:
      value: <4771 wide.param.19{15} (phi) @1> (size=4194304,offset=33554432): bf16[2,512]{1,0}
@@ -9,9 +10,6 @@ The text (see `compile_with_dump`) has the same format on TPU, NVIDIA and CPU:
         0:constant.1543
       BufferLiveRange:
         lt.180{}:420-421
-
-The instruction sequence lists the whole program in one order, loop bodies included. A live range is
-a pair of positions in that sequence, both inclusive.
 """
 
 import re

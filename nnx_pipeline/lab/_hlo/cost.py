@@ -45,12 +45,9 @@ def unread(instruction: Instruction, figure: str, executed: int | None, reason: 
 
 @dataclass(frozen=True)
 class MatrixProducts:
-    """The matrix products of a program, also inside fusions, loops and library calls.
-
-    A convolution, as which the TPU compiler writes every product, counts only kernel positions that
-    read an element rather than padding. A product with a vector that became multiply and add is not
-    counted. A grouped product that the compiler expanded into a dense one counts as the dense one.
-    """
+    """The matrix products of a program, also inside fusions, loops and library calls. A convolution
+    counts only kernel positions that read an element, a product with a vector that became multiply
+    and add not at all, a grouped product that was expanded as the dense one that it is."""
 
     known: int  # 2·m·n·k for each product that the text describes
     unknown: tuple[Unread, ...]  # instructions that may be products that cannot be counted
@@ -73,11 +70,9 @@ def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dic
     """Counts each kind of collective: `ops` in the program, `executed` and `bytes` per step.
 
     `bytes` are those of the results, per device: the gathered array of an all-gather, the shard
-    that a reduce-scatter leaves. An asynchronous start and its done count once, at the done. An
-    all-reduce and a slice of its result in one fusion of the TPU compiler count as a
-    reduce-scatter; an all-reduce whose result is stored whole and sliced later does not. `executed`
-    and `bytes` are None where one of the kind is in a loop of unknown trip count.
-    `uncounted_transfers` lists what is left out.
+    that a reduce-scatter leaves. A start and its done count once, at the done. An all-reduce and a
+    slice of its result in one fusion of the TPU compiler are a reduce-scatter. None is for a kind
+    of which one is in a loop of unknown trip count (`uncounted_transfers`).
     """
     counts: dict[str, dict[str, int | None]] = {
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES

@@ -1,9 +1,6 @@
-"""Follows the values of a compiled program to their sources and readers, across computations.
-
-A value is an instruction and an index into its result: `while.3{4}` is the fifth element of a
-loop's state. Most instructions that own a large buffer compute nothing, but pass on what another
-one computed. This module knows how each kind passes a value on.
-"""
+"""Follows the values of a compiled program to their sources and readers, across computations. A
+value is an instruction and an index into its result: `while.3{4}` is the fifth element of a loop's
+state. Most instructions with a large buffer only pass on what another one computed."""
 
 from collections.abc import Iterator
 from functools import cached_property

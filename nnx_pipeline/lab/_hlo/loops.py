@@ -28,10 +28,9 @@ _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take
 def executions(module: Module, shares: Shares | None = None) -> dict[str, int | None]:
     """How often each computation runs per step, by trip counts and shares down the call graph.
 
-    Every branch of a conditional without known shares counts each time. Computations that are
-    applied element by element (the sum in a reduce) and those that nothing calls are left out. The
-    count is None where the trip count of a loop around the computation cannot be found, or where a
-    library call or an unknown opcode calls it.
+    Every branch of a conditional without known shares counts each time. What is applied element by
+    element (the sum in a reduce) and what nothing calls is left out. None is for a loop around it
+    of unknown trip count, and for what a library call or an unknown opcode calls.
     """
     counts: dict[str, Fraction | None] = {}
     known = branch_shares(module) if shares is None else shares
@@ -106,12 +105,9 @@ def _nothing(number: int, element: int | None) -> None:
 
 
 def branch_shares(module: Module) -> Shares:
-    """How often each branch is taken, of all the times that its conditional is reached.
-
-    It is known where the choice follows each time from the trips of the loops around it, from
-    constants, tables of one axis and arithmetic on integers. It is None where it depends on data or
-    on the device, and for more than 10,000 times.
-    """
+    """How often each branch is taken, of all the times that its conditional is reached: known where
+    that follows from trips, constants, tables of one axis and arithmetic on integers; None where it
+    depends on data or on the device, and for more than 10,000 times."""
     found: dict[tuple[str, str], tuple[Fraction, ...] | None] = {}
 
     def note(scope: Scope, instruction: Instruction, times: list[Scope]) -> list[list[Scope]]:

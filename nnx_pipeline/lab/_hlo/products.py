@@ -89,22 +89,20 @@ def _convolution_flops(
     flops = _per_pair(result) * result.dims[of_result.index("b")]
     flops *= result.dims[of_result.index("f")]
     flops *= kernel.dims[of_kernel.index("i")]
-    window = instruction.window
-    for dimension in range(len(of_result) - 2):
-        label = str(dimension)
 
-        def field(name: str, default: str, dimension: int = dimension) -> str:
-            return window[name].split("x")[dimension] if name in window else default
+    def field(name: str, at: int, default: int = 1) -> int:
+        # Of a padding, `low_high`, the low one counts.
+        written = instruction.window.get(name)
+        return int(written.split("x")[at].partition("_")[0]) if written else default
 
+    for at in range(len(of_result) - 2):
         flops *= _real_positions(
-            lhs.dims[of_lhs.index(label)],
-            kernel.dims[of_kernel.index(label)],
-            result.dims[of_result.index(label)],
+            lhs.dims[of_lhs.index(str(at))],
+            kernel.dims[of_kernel.index(str(at))],
+            result.dims[of_result.index(str(at))],
             _Window(
-                stride=int(field("stride", "1")),
-                pad_low=int(field("pad", "0_0").split("_")[0]),
-                lhs_dilate=int(field("lhs_dilate", "1")),
-                rhs_dilate=int(field("rhs_dilate", "1")),
+                *(field("stride", at), field("pad", at, 0)),
+                *(field("lhs_dilate", at), field("rhs_dilate", at)),
             ),
         )
     return flops
@@ -120,12 +118,9 @@ class _Window(NamedTuple):
 
 
 def _real_positions(lhs: int, kernel: int, result: int, window: _Window) -> int:
-    """Counts the pairs (output, kernel position) of one dimension that read an element.
-
-    At kernel position `k`, output `o` reads position `o·stride + k·rhs_dilate - pad_low` of the
-    input, whose elements are `lhs_dilate` apart; others are padding or gaps. (Reversing the kernel
-    does not change the count.)
-    """
+    """Counts the pairs (output, kernel position) of one dimension that read an element: output `o`
+    and position `k` read `o·stride + k·rhs_dilate - pad_low` of the input, whose elements are
+    `lhs_dilate` apart; others are padding or gaps. Reversing the kernel changes no count."""
     stride, pad_low, lhs_dilate, rhs_dilate = window
     count = 0
     last = (lhs - 1) * lhs_dilate
@@ -180,11 +175,10 @@ def is_hand_written(instruction: Instruction) -> bool:
 
 
 def stated_cost(kernel: Instruction) -> dict[str, int]:
-    """What a kernel written by hand says of its own cost: `flops` and `bytes_accessed`, if it does.
-
-    On a TPU that is its `cost_estimate`, for NVIDIA the same two names in its `metadata`. Its
-    caller may know better: `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` around the call
-    counts in place of these, for kernels whose name begins with NAME.
+    """What a kernel written by hand says of its own cost: `flops` and `bytes_accessed`, if it does,
+    on a TPU by its `cost_estimate`, for NVIDIA in its `metadata`. A caller's
+    `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` wins for kernels whose name begins with
+    NAME.
     """
     for name, *digits in _SAID_OF_IT.findall(kernel.attributes.get("frontend_attributes", "")):
         if kernel.name.startswith(name):

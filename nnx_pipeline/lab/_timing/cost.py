@@ -1,18 +1,17 @@
 """How long one instruction takes, and by what that is known.
 
 - `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
-  others, such as a sort, a gather and what another core does, only one pass of those of their bytes
-  that are not on the chip is known, at the memory's rate: a lower bound (`bounds`).
-- `kernel`: a kernel written by hand takes the longer of two: its operations at `KERNEL_EFFICIENCY`
-  of the peak (in a roofline at the peak), and its bytes at the rate of the memory, both as it
-  states them (`stated_cost`). The peak follows the precision in its program; where that leaves open
-  how fast it multiplies, its time is a lower bound: its operations at the fastest of the peaks.
-- `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
-  longer of its operations at the peak and its bytes at the memory's rate, which no real program
-  reaches.
+  others, such as a sort or a gather, one pass of their bytes that are not on the chip is known, at
+  the memory's rate: a lower bound (`bounds`).
+- `kernel`: a kernel written by hand takes the longer of its operations at `KERNEL_EFFICIENCY` of
+  the peak (in a roofline at the peak) and its bytes at the memory's rate, as it states them
+  (`stated_cost`). Where its program leaves open how fast it multiplies, the fastest peak counts: a
+  lower bound.
+- `roofline`: an NVIDIA program has no estimates. What is no kernel takes the longer of its
+  operations at the peak and its bytes at the memory's rate, which no real program reaches.
 
-A copy to or from the memory of the host, or an update or a slice of an array there, is no compute:
-it takes what it moves at the rate of the way to the host (`Costs.transfer`).
+A copy, update or slice between device and host is no compute: it takes what it moves at the rate of
+the way to the host (`Costs.transfer`).
 """
 
 import itertools

@@ -29,26 +29,23 @@ class TimeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """How long one step of a program takes on each device, as far as the program says it.
+    """How long one step of a program takes on each device; None for what the program does not say.
 
-    - `basis`: `cycles` for the TPU compiler's own estimate of each instruction; `roofline` where
-      the compiler gives none, and each instruction takes the longer of its operations at the peak
-      and its bytes at the memory's rate, which is a lower bound.
-    - `known_seconds`: the sum over the instructions whose time is known, but collectives.
-    - `compute_seconds`: the same where that is all of them, else None, as `step_seconds` then is.
+    - `basis`: `cycles` by the TPU compiler's estimates, or `roofline`, a lower bound.
+    - `known_seconds`: the sum over the instructions whose time is known, but collectives;
+      `compute_seconds`: the same where that is all of them.
     - `collective_seconds`: the sum over all collectives, from their bytes and the links.
     - `exposed_seconds`, `memory_wait_seconds`: how long the compute waits for collectives, and for
       transfers between memory and chip, or memory and host.
     - `host_seconds`: how long transfers to and from the host go on, waited for or not.
     - `step_seconds`: compute and both waits.
     - `range_seconds`: the step if every collective ran beside the compute, and if none did.
-    - `hfu`: the part of a step that all matrix products would take at the peak rate of their dtype.
-    - `mfu`: the same of the operations that the model needs, of `peak_flops` in bfloat16.
+    - `hfu`, `mfu`: the part of a step that all matrix products would take at the peak rate of their
+      dtype; the same of those that the model needs, of `peak_flops` in bfloat16.
     - `bubble_share`: the part of the compute of a pipeline's ticks that is discarded.
     - `launches`: how many instructions with a time run, collectives left out.
-    - `is_lower_bound`: whether a step takes at least that long: a roofline, or a program with an
-      instruction that counts with the least that it takes.
-    - `is_open`: the same, but the longest branch of a conditional counts: it may take less, too.
+    - `is_lower_bound`: a step takes at least that long; `is_open`: so it would, but the longest
+      branch of a conditional counts, and another may run.
     """
 
     basis: Basis

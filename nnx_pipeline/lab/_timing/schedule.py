@@ -1,12 +1,11 @@
 """Walks a program in the order in which it runs, and overlaps what it lets overlap.
 
-Several things go on at a time, each one after the other: compute; collectives on the links; and
-transfers between memory and chip, to the host and from it. A collective that is one instruction
-stops the compute until it is over. What is split into a start and a done runs beside what stands
-between the two, and the compute waits at the done for what is left. The TPU compiler also spreads a
-collective over several fusions of one `chain_id`: it starts with the first, and the last waits for
-its end. A loop takes what its body takes times its trips. A conditional takes what its branches
-take times their shares, and where these are not known, what its longest branch takes.
+Compute, collectives on the links, and transfers (between memory and chip, to the host, from it) go
+on beside each other, each kind one after the other. A collective that is one instruction stops the
+compute. A start and a done run beside what is between them, and the compute waits at the done. The
+TPU compiler also spreads a collective over several fusions of one `chain_id`: it starts with the
+first, and the last waits. A loop takes its trips, a conditional the shares of its branches, or the
+longest.
 """
 
 import dataclasses

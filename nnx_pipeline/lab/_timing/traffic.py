@@ -1,9 +1,6 @@
-"""How many bytes an instruction reads and makes, at the least.
-
-A slice reads no more than it makes, and an update in place touches what it writes alone. A gather
-reads its table once where it makes more than the table has, and a scatter writes it once. In a
-fusion this holds of what lies between an argument and a slice of it, too, and of fusions in it.
-"""
+"""How many bytes an instruction reads and makes, at the least. A slice reads what it makes, an
+update in place touches what it writes, a gather reads and a scatter writes its table once at most.
+In a fusion this holds of what lies between an argument and its slice, and of fusions in it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

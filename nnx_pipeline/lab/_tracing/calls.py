@@ -221,10 +221,8 @@ def _donated_arguments(
 
 
 def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
-    """A sentence for each jitted function whose donation has no effect inside the program.
-
-    - `honoured`: the `id` of each variable that the program itself donates.
-    """
+    """A sentence for each jitted function whose donation has no effect inside the program;
+    `honoured` are the `id`s of variables that the program itself donates."""
     found: dict[str, None] = {}
     for equation in with_bodies(program):
         pairs = zip(equation.invars, _donations(equation), strict=False)

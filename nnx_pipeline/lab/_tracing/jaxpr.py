@@ -101,12 +101,9 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
-    """Names of the jitted functions, JAX's own included, that only one line of source calls.
-
-    The compiler gets a function once for all its calls, with the stack of the first call, which is
-    right only for these functions. Functions of the same name count as one. A call inside one of
-    JAX's own functions counts for the line that calls the latter.
-    """
+    """Names of the jitted functions, JAX's own included, that only one line of source calls. The
+    compiler gets a function once, with the stack of its first call, which is right for these alone.
+    A call inside one of JAX's own functions counts for the line that calls the latter."""
     lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
     pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
     seen: set[tuple[int, tuple[str, int]]] = set()

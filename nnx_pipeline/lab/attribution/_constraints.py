@@ -1,11 +1,9 @@
 """Names the collectives that a sharding constraint forces by the line of the constraint.
 
-The partitioner gives such a collective the name and line of the operation that has to give what the
-constraint asks for, or of the one before. So the traced program tells which operations these are,
-and whether anything else reads what they make (`_tracing.constraints`). Where the operation is
-elementwise and has one operand, the collective moves that or the result. Of others it must move the
-result, since they may need their operands elsewhere for themselves. A collective that adds is the
-operation's own.
+The partitioner gives them the name and line of the operation that has to give what the constraint
+asks for, or of the one before, which the traced program tells (`_tracing.constraints`). Of an
+elementwise operation with one operand they move that or the result, of others the result: these may
+need their operands elsewhere for themselves. A collective that adds is the operation's own.
 """
 
 import dataclasses

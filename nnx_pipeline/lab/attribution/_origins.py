@@ -127,18 +127,18 @@ class Origins:
 
     def _search(self, value: Value) -> ValueOrigin:
         seen: set[Value] = set()
+        argument, here = self._argument_name(value), self.flow.at(value)
         found = self._backward(value, seen) or self._forward(value, seen)
-        here = self.flow.at(value)
-        named = self._argument_name(value) or (here.op_name if here else "")
-        if found is None and here is not None:
+        if speaker := found:
+            operation = argument or found.op_name
+        elif here:
             loop = here if here.opcode == "while" else self.flow.loop_of(here.name)
             speaker = next((item for item in (here, loop) if item and source_of(item)), here)
-            operation = named or speaker.op_name
-            return ValueOrigin(here, operation, source_of(speaker), self._callers.of(speaker))
-        if found is None:
-            return ValueOrigin(None, named, None)
-        operation = self._argument_name(value) or found.op_name
-        return ValueOrigin(found, operation, source_of(found), self._callers.of(found))
+            operation = argument or here.op_name or speaker.op_name
+        else:
+            return ValueOrigin(None, "", None)
+        caller = self._callers.of(speaker)
+        return ValueOrigin(found or here, operation, source_of(speaker), caller)
 
     @cached_property
     def _callers(self) -> Callers:

@@ -28,18 +28,11 @@ def attribute(
 ) -> Attribution:
     """Finds what the heap of a program holds at its peak, with a source line and role for each row.
 
-    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
-    - `one_line`: as for `Origins`.
-
     The peak is the first position in the schedule at which the live values cover the most bytes of
     the heap. Bytes that several live values share (as in an in-place update) count once, for the
-    value that was live first. The bytes that a tiled layout adds are a row of the role `padding`.
-    The bytes that no live value covers are `fragmentation`: the heap is as large as the highest
-    byte that it needs at any time.
-
-    `other` has a row for each other memory space of the device, at its full size, and one for the
-    rest of `temp_bytes`, which is negative where temp is less than the sum (see `_compiler`).
-    `constants` and `in_outputs` are in device memory too, but not in the heap (see `account`).
+    value that was live first. Bytes that a tiled layout adds are `padding`, those that no live
+    value covers are `fragmentation`. `other` has each other memory space of the device and the rest
+    of `temp_bytes`, which is negative where temp is less than the sum (see `_compiler`).
     """
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
     curve = _live_bytes(values)

@@ -92,13 +92,13 @@ class BufferDifference(Side):
 
 
 def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
-    """How the heap of b differs from the heap of a at its peak, the largest change first.
+    """How the heap of b differs from the heap of a at its peak, the largest change first; all
+    changes sum to the difference between the heaps.
 
     Buffers are summed by source line, operation (without the name of the jitted function) and
-    shape. What only one of the programs has is then paired with what only the other one has: first
-    by line and shape (the same line under another path of operations, as with recomputation), then
-    by role, last operation and shape (the same code on another line). Rows without a change are
-    left out; the changes of the others sum to the difference between the heaps.
+    shape. What only one program has is paired with what only the other has: first by line and shape
+    (another path of operations, as with recomputation), then by role, last operation and shape
+    (another line).
     """
     rows = _paired(_sums(a, of_b=False) + _sums(b, of_b=True), _exact)
     for alike in (_same_line, _same_work):

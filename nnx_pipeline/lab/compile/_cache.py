@@ -23,13 +23,10 @@ _OURS = re.compile(r"[0-9a-f]{64}\.json|\.nnx-pipeline\..*")
 
 
 class Cache:
-    """A folder with one JSON file per result; a file that cannot be read counts as missing. The
-    first write removes entries that are older than 30 days, and then the oldest ones beyond 256
-    MiB.
-
-    - `folder`: made when the first result is written; None keeps nothing.
-    - `fresh`: whether to ignore the results that are there, and let `put` replace them.
-    - `warn`: called once with a message if the folder cannot be written, which is no error.
+    """A folder with one JSON file per result, None to keep nothing; a file that cannot be read
+    counts as missing. With `fresh`, `put` replaces what is there. The first write removes entries
+    older than 30 days, then the oldest beyond 256 MiB. `warn` is called once if it cannot be
+    written.
     """
 
     def __init__(

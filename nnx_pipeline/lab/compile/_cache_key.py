@@ -45,14 +45,13 @@ class Unnamed(Exception):
 
 
 def entry_key(platform: Platform, *values: object) -> str | None:
-    """A hash of the values (see `key_text`) and of all that decides what a compiler makes of them.
+    """A hash of the values (see `key_text`) and of all that decides what a compiler makes of them:
+    the versions of the platform's packages and of Python, the source and folder of this package,
+    the flags of environment variables and the files that they name, of `jax.config` and
+    `flax.config`, and on `cpu` this CPU's features. What `Platform.devices` sets counts as set from
+    the start.
 
-    That is the versions of the platform's packages and of Python, the source and the folder of this
-    package, and the flags in environment variables, in the files that these name, in `jax.config`
-    and in `flax.config`; on `cpu` the features of this CPU too, which its compiler queries. What
-    `Platform.devices` sets counts as set from the start.
-
-    Returns None where a value has no text of its own, and on `local`, whose driver is not known.
+    None where a value has no text of its own, and on `local`, whose driver is not known.
     """
     if platform.kind == "local":
         return None

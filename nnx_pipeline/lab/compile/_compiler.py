@@ -61,14 +61,11 @@ def compile_with_dump(
 ) -> tuple[jax.stages.Compiled | TooLarge, str | None]:
     """Compiles a program and returns it with its buffer assignment, None if none was written.
 
-    That is the text of two documents of the compiler. `BufferAssignment:` holds every allocation
-    (size, colour, kind) and the values in it (name, colour, size, offset, shape). `HloLiveRange`
-    holds the order of the instructions and the first and last of them between which each value
-    lives. The colour is the memory space: 0 is device memory, and on a TPU 1 is the on-chip memory.
-
-    The TPU compiler raises an error for a program that does not fit, and writes this text first.
-    Then the result is a `TooLarge`. Every other error is raised. JAX's persistent compilation cache
-    is bypassed, because a program from there has no such text.
+    That is two documents of the compiler: `BufferAssignment:` with every allocation (size, memory
+    space as colour, kind) and the values in it, and `HloLiveRange` with the order of the
+    instructions and where in it each value lives. A program that the TPU compiler refuses as too
+    large is a `TooLarge`, every other error is raised. JAX's persistent cache is bypassed: it has
+    no such text.
     """
     with (
         tempfile.TemporaryDirectory(prefix="xla-dump-") as folder,
@@ -169,12 +166,9 @@ class Accepted(NamedTuple):
 
 
 def compile_with_settings(lowered: jax.stages.Lowered, platform: Platform) -> Accepted:
-    """Compiles a program with the settings of a platform.
-
-    A setting of a named set that this compiler does not take is left out, because sets are made for
-    other versions and other generations of TPUs. Raises InputError for one that the user gave, and
-    what the compiler raises for other reasons.
-    """
+    """Compiles with the settings of a platform. One of a named set that this compiler does not take
+    is left out: sets are made for other versions and TPUs. Raises InputError for one that the user
+    gave."""
     settings = {one.name: one for one in platform.xla}
     options, left_out = dict(platform.compiler_options), []
     while True:

@@ -153,14 +153,8 @@ def _sharding(
 def arguments_of(
     inputs: str | None, arguments: Sequence[str], mesh: Mesh | None
 ) -> tuple[object, ...]:
-    """The abstract arguments of a call, made by a function or each written as a text.
-
-    - `inputs`: `module:function` that takes nothing and returns a tuple of pytrees of arrays or
-      `jax.ShapeDtypeStruct`, called under the mesh; None to use `arguments`.
-    - `arguments`: one text per argument, as for `parse_argument`.
-
-    Raises InputError if both ways are used, and for arguments that cannot be.
-    """
+    """The abstract arguments of a call, each written as a text, or returned as a tuple of pytrees
+    by `inputs` (`module:function`), called under the mesh. Raises InputError if both are given."""
     if inputs is None:
         made: object = tuple(parse_argument(text, mesh) for text in arguments)
     elif arguments:
@@ -263,16 +257,9 @@ def check_sizes(arguments: object) -> None:
 def abstract_arguments(
     arguments: Tree, mesh: Mesh | None, device: jax.Device, *, static: Container[int] = ()
 ) -> Tree:
-    """The arguments as shapes without values, placed on a mesh or on one device.
-
-    - `arguments`: pytrees of arrays, `jax.ShapeDtypeStruct` and Python numbers, which stay as they
-      are. Variables that NNX modules share stay shared.
-    - `mesh`: the mesh that replaces the one in each leaf's sharding; None for one device.
-    - `static`: `id` of each leaf that need not be an array and stays as it is.
-
-    Raises InputError for any other leaf that is no array, for a sharding over axes that the mesh
-    lacks, and for a kind of memory that the device lacks.
-    """
+    """Pytrees of arrays as shapes on `mesh` in the place of their own, or on one device. Numbers
+    and `static` leaves (by `id`) stay as they are, shared variables shared. Raises InputError for
+    other leaves, for axes that the mesh lacks and for memory that the device lacks."""
 
     def changed(leaf: Any) -> Any:
         if id(leaf) in static or isinstance(leaf, bool | int | float | complex):

@@ -87,15 +87,12 @@ def _of_set(text: str) -> list[Setting]:
     """The settings of a set by its name after the `@`, in either case and with `-` or `_`."""
     name = text[1:].lower().replace("-", "_")
     if name not in flag_sets():
-        cure = nearest(name, (f"@{known}" for known in flag_sets())) if name else _all_sets()
+        known = [f"@{known}" for known in flag_sets()]
+        cure = nearest(name, known) if name else f"choose one of: {', '.join(known)}"
         raise InputError(f"there is no set of compiler settings {text!r}; {cure}")
     return [
         Setting(one.name, one.value, of_set=f"@{name}") for one in map(_parsed, flag_sets()[name])
     ]
-
-
-def _all_sets() -> str:
-    return f"choose one of: {', '.join(f'@{name}' for name in flag_sets())}"
 
 
 def _parsed(text: str) -> Setting:
