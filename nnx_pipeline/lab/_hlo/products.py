@@ -90,9 +90,10 @@ def _convolution_flops(
     flops *= result.dims[of_result.index("f")]
     flops *= kernel.dims[of_kernel.index("i")]
 
+    window = instruction.window
+
     def field(name: str, at: int, default: int = 1) -> int:
-        # Of a padding, `low_high`, the low one counts.
-        written = instruction.window.get(name)
+        written = window.get(name)  # of a padding, `low_high`, the low one counts
         return int(written.split("x")[at].partition("_")[0]) if written else default
 
     for at in range(len(of_result) - 2):
@@ -101,8 +102,10 @@ def _convolution_flops(
             kernel.dims[of_kernel.index(str(at))],
             result.dims[of_result.index(str(at))],
             _Window(
-                *(field("stride", at), field("pad", at, 0)),
-                *(field("lhs_dilate", at), field("rhs_dilate", at)),
+                stride=field("stride", at),
+                pad_low=field("pad", at, 0),
+                lhs_dilate=field("lhs_dilate", at),
+                rhs_dilate=field("rhs_dilate", at),
             ),
         )
     return flops

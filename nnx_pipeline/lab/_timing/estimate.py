@@ -117,11 +117,10 @@ class Estimate:
         found = []
         for computation, instruction, times in self._all():
             cost = self._costs[computation.name, instruction.name]
+            if isinstance(cost, Cost) and times is None:
+                cost = "it runs an unknown number of times"
             if isinstance(cost, str):
                 found.append(unread(instruction, "time", times, cost))
-            elif isinstance(cost, Cost) and times is None:
-                reason = "it runs an unknown number of times"
-                found.append(unread(instruction, "time", None, reason))
         return tuple(found)
 
     @cached_property

@@ -12,14 +12,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from nnx_pipeline.lab._tracing import nnx_state
 from nnx_pipeline.lab._tracing.jaxpr import raised_in_pmap, with_bodies
-from nnx_pipeline.lab._tracing.nnx_state import (
-    Threaded,
-    arrays_of_state,
-    described_arrays,
-    name_of,
-    without_repeats,
-)
 from nnx_pipeline.lab.errors import InputError
 
 # Its value is part of the keys of JAX's caches, also for jitted functions inside others.
@@ -67,8 +61,8 @@ class Call:
                 inner, bound = inner.func, (*inner.args, *bound)
         if getattr(inner, "partial_args", ()):
             raise InputError(
-                f"{name_of(function)} was made by nnx.jit_partial, which keeps arrays of this "
-                "process; wrap the function in nnx.jit instead, and pass all of its arguments"
+                f"{nnx_state.name_of(function)} was made by nnx.jit_partial, which keeps arrays of "
+                "this process; wrap the function in nnx.jit instead, and pass all of its arguments"
             )
         if not _lowers(inner):
             inner, bound = function, ()
@@ -120,7 +114,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
     effect. Raises InputError as `trace` does."""
     jitted = hasattr(call.function, "trace")
     own = vars(call.function)["__wrapped__"] if jitted else call.function
-    used = Threaded(own, static=_lowers(call.function))
+    used = nnx_state.Threaded(own, static=_lowers(call.function))
     treedef: object
     leaves, treedef = jax.tree.flatten(used.take(call.given))
 
@@ -144,14 +138,14 @@ def _trace_jitted(call: Call) -> Traced:
         results = traced.out_info
     else:
         traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
-        results, _ = without_repeats(own.eval_shape(*call.arguments, **call.keywords))
+        results, _ = nnx_state.without_repeats(own.eval_shape(*call.arguments, **call.keywords))
     kept, notes = None if call.bound else changed, _ignored_donations(traced.jaxpr)
-    return Traced(traced, described_arrays(results), kept, notes)
+    return Traced(traced, nnx_state.described_arrays(results), kept, notes)
 
 
 def _trace_plain(call: Call) -> Traced:
     # A function that another library jitted goes here too.
-    used = Threaded(call.function, static=_lowers(call.function))
+    used = nnx_state.Threaded(call.function, static=_lowers(call.function))
     arguments, keywords = used.take(call.given)
     numbers: tuple[int, ...] = ()
     if lowers := _lowers(call.function):
@@ -167,9 +161,9 @@ def _changes_of(call: Call) -> dict[str, str]:
     must be the first trace in a context of `traced_afresh`, because JAX runs a function that is
     jitted inside only once there. Raises InputError if a transformation of JAX drops a change."""
     inner = getattr(call.function, "__wrapped__", None)
-    if inner is None or not arrays_of_state(call.given):
+    if inner is None or not nnx_state.arrays_of_state(call.given):
         return {}
-    used = Threaded(inner, static=True)
+    used = nnx_state.Threaded(inner, static=True)
     arguments, keywords = used.take(call.given)
     program = jax.make_jaxpr(used)(*arguments, **keywords)
     used.refuse_lost(program)
@@ -191,10 +185,10 @@ def _changes_are_of_arguments(function: Callable[..., object]) -> Iterator[None]
         if not plain and not (flax_errors and isinstance(error, flax_errors.TraceContextError)):
             raise
         raise InputError(
-            f"{name_of(function)} changes NNX state that is not among its arguments, or not among "
-            "those of a transformation inside of it; pass the module as an argument. A module in a "
-            "closure or in nnx.cached_partial is not an argument, nor is one that a partial or a "
-            "method binds to a function without nnx.jit"
+            f"{nnx_state.name_of(function)} changes NNX state that is not among its arguments, or "
+            "not among those of a transformation inside of it; pass the module as an argument. A "
+            "module in a closure or in nnx.cached_partial is not an argument, nor is one that a "
+            "partial or a method binds to a function without nnx.jit"
         ) from error
 
 

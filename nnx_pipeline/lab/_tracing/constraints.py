@@ -125,16 +125,9 @@ class _Search:
             once = all(self.uses[id(inner)] == 1 for _, inner in around)
             certain = certain and once and readers[variable] == 1
             name, arrays = maker.primitive.name, _arrays(maker)
-            yield (
-                id(maker),
-                replace(
-                    constraint,
-                    made=self.line(maker),
-                    operation=name,
-                    operands=len(arrays) if name in _ELEMENTWISE else 0,
-                    certain=certain,
-                ),
-            )
+            count = len(arrays) if name in _ELEMENTWISE else 0
+            one = replace(constraint, made=self.line(maker), operation=name, operands=count)
+            yield id(maker), replace(one, certain=certain)
             if name == _CONSTRAINT or name not in _ELEMENTWISE or len(arrays) != 1:
                 return
             outside = _outside(arrays[0], around)
@@ -159,9 +152,8 @@ def _inside(
         around.append((maker, inner))
         results: list[Atom] = list(maker.outvars)
         variable = inner.outvars[results.index(variable)]
-        maker = (
-            None if isinstance(variable, Literal) else _makers_and_readers(inner)[0].get(variable)
-        )
+        makers, _ = _makers_and_readers(inner)
+        maker = None if isinstance(variable, Literal) else makers.get(variable)
     return maker, around
 
 

@@ -17,7 +17,8 @@ _FLAG = "eager_sharding"
 
 
 class _Watch:
-    """What is found during one call of a function."""
+    """The changed copies (`found`) during one call of a function, and the variables that are no
+    copies (`own`), which stay alive here, so that no other object gets the same `id`."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}

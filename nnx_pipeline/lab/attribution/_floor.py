@@ -97,11 +97,9 @@ class Floor:
         time = self.time
         seconds = ("compute_seconds", "bubble_seconds", "step_seconds")
         times = {name: getattr(time, name) for name in seconds} if time else {}
+        totals = ("argument_bytes", "heap_bytes", "account_bytes", "expected_bytes")
         return {
-            "argument_bytes": self.argument_bytes,
-            "heap_bytes": self.heap_bytes,
-            "account_bytes": self.account_bytes,
-            "expected_bytes": self.expected_bytes,
+            **{name: getattr(self, name) for name in totals},
             "peak": self.peak.name if self.peak else None,
             **dataclasses.asdict(self),
             "time": {**dataclasses.asdict(time), **times} if time else None,

@@ -9,17 +9,8 @@ from typing import Any
 
 import jax
 
+from nnx_pipeline.lab._hlo import cost
 from nnx_pipeline.lab._hlo.buffers import BufferText, has_allocations, read_buffers
-from nnx_pipeline.lab._hlo.cost import (
-    COLLECTIVES,
-    Unread,
-    branch_notes,
-    collective_counts,
-    merged,
-    products_of,
-    uncounted_transfers,
-    unknown_opcodes,
-)
 from nnx_pipeline.lab._hlo.loops import branch_shares, executions
 from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab._timing.estimate import Estimate
@@ -43,7 +34,7 @@ class ProgramFigures:
     attribution: Attribution | None = None
     assigned: Assigned | None = None
     time: Time | None = None
-    unread: tuple[Unread, ...] = ()  # why a figure is None, or what it leaves out
+    unread: tuple[cost.Unread, ...] = ()  # why a figure is None, or what it leaves out
     notes: tuple[str, ...] = ()  # on what counts beyond what runs, and on constraints
 
 
@@ -63,33 +54,37 @@ def read_program(
     try:
         module = parse(text)
     except ValueError as error:
-        nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
+        nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in cost.COLLECTIVES}
         why = _text("the program", error, "flops", "collectives", "buffers", "time")
         unread = (why, *unreadable)
         return ProgramFigures(collectives=nothing, assigned=outside_heap, unread=unread)
     module, whole = at_constraints(module, constraints)
     shares = branch_shares(module)
     runs = executions(module, shares)
-    products = products_of(module, runs)
+    products = cost.products_of(module, runs)
     estimate = Estimate(module, runs, links, shares) if links else None
-    found = [*products.unknown, *uncounted_transfers(module, runs), *unknown_opcodes(module, runs)]
-    notes = [*whole, *branch_notes(module, runs, shares)]
+    found = [
+        *products.unknown,
+        *cost.uncounted_transfers(module, runs),
+        *cost.unknown_opcodes(module, runs),
+    ]
+    notes = [*whole, *cost.branch_notes(module, runs, shares)]
     if estimate:
         found += estimate.unread
         notes += estimate.notes
     return ProgramFigures(
         flops=None if products.unknown else products.known,
         known_flops=products.known,
-        collectives=collective_counts(module, runs),
+        collectives=cost.collective_counts(module, runs),
         attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
         assigned=outside_heap,
         time=estimate.time if estimate else None,
-        unread=(*merged(found), *(estimate.bounds if estimate else ()), *unreadable),
+        unread=(*cost.merged(found), *(estimate.bounds if estimate else ()), *unreadable),
         notes=tuple(notes),
     )
 
 
-def _buffers(text: str | None) -> tuple[BufferText | None, tuple[Unread, ...]]:
+def _buffers(text: str | None) -> tuple[BufferText | None, tuple[cost.Unread, ...]]:
     """The buffer assignment, or why it cannot be read; both empty if the compiler wrote none."""
     if text is None or not has_allocations(text):
         return None, ()
@@ -99,8 +94,8 @@ def _buffers(text: str | None) -> tuple[BufferText | None, tuple[Unread, ...]]:
         return None, (_text("the buffer assignment", error, "buffers", "account"),)
 
 
-def _text(what: str, error: ValueError, *figures: str) -> Unread:
-    return Unread(name="", what=what, figures=figures, executed=None, reason=str(error))
+def _text(what: str, error: ValueError, *figures: str) -> cost.Unread:
+    return cost.Unread(name="", what=what, figures=figures, executed=None, reason=str(error))
 
 
 def dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:

@@ -20,16 +20,9 @@ from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
 from nnx_pipeline.lab.attribution._floor import Floor
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
+from nnx_pipeline.lab.compile import _figures as figures
 from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
-from nnx_pipeline.lab.compile._figures import (
-    ProgramFigures,
-    dropped_arguments,
-    in_no_figure,
-    lost_donations,
-    read_program,
-    scratch_at_run_time,
-)
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
 from nnx_pipeline.lab.compile._tables import with_tables
 from nnx_pipeline.lab.compile.platform import Platform
@@ -188,7 +181,7 @@ class _Read(NamedTuple):
     """What the results of a compiler say."""
 
     hlo: str
-    program: ProgramFigures
+    program: figures.ProgramFigures
     memory: Memory
     costs: dict[str, float]
     notes: list[str]
@@ -219,45 +212,41 @@ class Lowered:
             found = self._refused(compiled, text)
         else:
             found = self._compiled(compiled, text)
-        program = found.program
+        program = vars(found.program)
+        python = ".".join(map(str, sys.version_info[:3]))
         return Measurement(
             platform=str(platform),
             mesh=self.mesh,
             config=self.config,
             memory=found.memory,
-            flops=program.flops,
-            known_flops=program.known_flops,
             xla_flops=found.costs.get("flops"),
             bytes_accessed=found.costs.get("bytes accessed"),
-            collectives=program.collectives,
-            time=program.time,
             device_memory_bytes=platform.memory_bytes(),
             gemm=platform.gemm if platform.kind == "cuda" else None,
             xla=applied,
             xla_left_out=left_out,
             seconds=clock.seconds,
-            versions=_versions(platform),
+            versions={"libtpu": None, **platform.versions(), "python": python},
             hlo=found.hlo,
-            attribution=program.attribution,
-            assigned=program.assigned,
-            unread=program.unread,
-            notes=(*found.notes, *program.notes),
+            **{**program, "notes": (*found.notes, *program["notes"])},
         )
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
         hlo = with_tables(compiled.as_text() or "", compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
-        program = read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
+        program = figures.read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
-        notes = [*dropped_arguments(compiled), *lost_donations(compiled, hlo)]
-        notes += scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        notes = [*figures.dropped_arguments(compiled), *figures.lost_donations(compiled, hlo)]
+        notes += figures.scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
         """What is known of a program that the compiler refused when it had placed all buffers. It
         stopped before it counted the cycles, so that there is no estimate of the time."""
-        program = read_program(refused.hlo, text, None, self.one_line, None, self.constraints)
+        program = figures.read_program(
+            refused.hlo, text, None, self.one_line, None, self.constraints
+        )
         heap, assigned = heap_bytes(text), program.assigned
         if heap is None or assigned is None:
             raise refused.error
@@ -266,7 +255,7 @@ class Lowered:
             "so that its time, temp, peak and code are not known"
         )
         dropped = len(jax.tree.leaves(self.program.args_info)) - _parameters(refused.hlo)
-        notes = [note, *([in_no_figure(dropped)] if dropped else [])]
+        notes = [note, *([figures.in_no_figure(dropped)] if dropped else [])]
         return _Read(refused.hlo, program, assigned.memory(heap), {}, notes)
 
 
@@ -325,11 +314,6 @@ def _cost_analysis(compiled: Any) -> dict[str, float]:
     if isinstance(costs, list):
         costs = costs[0] if costs else None
     return {key: value for key, value in (costs or {}).items() if value >= 0}
-
-
-def _versions(platform: Platform) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"libtpu": None, **platform.versions()}
-    return {**versions, "python": ".".join(map(str, sys.version_info[:3]))}
 
 
 class Clock:
