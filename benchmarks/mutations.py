@@ -456,8 +456,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/lab/_hlo/loops.py",
-        "        if choice is None:\n            return None\n",
-        "        if choice is None:\n            continue\n",
+        "        if not isinstance(choice, int):\n            return None\n",
+        "        if not isinstance(choice, int):\n            continue\n",
         "test_branches",
     ),
     Mutation(

@@ -35,8 +35,6 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BufferValue:
-    """One value in an allocation."""
-
     name: str  # of the instruction that defines it
     index: Index  # which element of its result; empty for the result itself
     bytes: int  # with the padding of a tiled layout
@@ -51,7 +49,7 @@ class BufferValue:
 
     @property
     def is_table(self) -> bool:
-        """Whether the value is the table of pointers of a tuple rather than an array."""
+        # Else it is an array.
         return self.type.startswith("(")
 
     @property
@@ -85,8 +83,6 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BufferText:
-    """A parsed buffer assignment."""
-
     allocations: tuple[Allocation, ...]
     schedule: Mapping[int, str]  # the names of the instructions by position
 

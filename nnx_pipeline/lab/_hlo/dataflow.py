@@ -27,7 +27,6 @@ _CALLS = ("call", "fusion", *_STARTS)
 
 
 def collective(opcode: str) -> str | None:
-    """The name of a collective without `-start` or `-done`; None for any other opcode."""
     plain = opcode.removesuffix("-start").removesuffix("-done")
     return plain if plain in COLLECTIVES else None
 
@@ -48,11 +47,10 @@ class Flow:
                 self.callers.setdefault(called, []).append(instruction)
 
     def at(self, value: Value) -> Instruction | None:
-        """The instruction that defines a value; None where the program's text does not print it."""
+        """None for what the program's text does not print."""
         return self.instructions.get(value[0])
 
     def root(self, computation: str, index: Index) -> Value:
-        """The value at an index of a computation's result."""
         return self.module.computations[computation].root, index
 
     def loop_of(self, name: str) -> Instruction | None:
@@ -67,10 +65,6 @@ class Flow:
                 return callers[0]
             computation = self.home[callers[0].name]
         return None
-
-    def carry(self, loop: Instruction, index: Index) -> Value:
-        """The value that the body of a loop puts at an index of the loop's state."""
-        return self.root(loop.called("body")[0], index)
 
     def sources(self, value: Value) -> list[Value]:
         """The values that an instruction passes on or computes from, most informative first: the
@@ -133,7 +127,7 @@ class Flow:
     def _states(self, loop: Instruction, index: Index) -> list[Value]:
         """The sources of an element of a loop's state: the value that the body puts there, unless
         it hands the element on unchanged, and then the initial value."""
-        initial, carried = (loop.operands[0], index), self.carry(loop, index)
+        initial, carried = (loop.operands[0], index), self.root(loop.called("body")[0], index)
         key = (loop.name, index)
         if key not in self._unchanged:
             # Provisional during the search below: what comes from itself has no other source.

@@ -101,10 +101,6 @@ class Scope:
             instruction = self.computation.instructions[instruction.operands[0]]
         return self.called(instruction, instruction.called()[0]).root(element)
 
-    def integer(self, name: str) -> int | None:
-        value = self.value(name)
-        return value if isinstance(value, int) else None
-
     def root(self, element: int | None = None) -> Value | None:
         return self.value(self.computation.root, element)
 

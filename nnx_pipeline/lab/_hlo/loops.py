@@ -153,7 +153,7 @@ def branch_shares(module: Module) -> Shares:
 
 
 def _trips(instruction: Instruction, times: list[Scope]) -> list[Scope]:
-    """The body of a loop in all of its trips each time that it is reached; empty if not known."""
+    """The body of a loop in all trips each time that it is reached; empty if not known."""
     found: list[Scope] = []
     for scope in times:
         count = trip_count(scope, instruction)
@@ -168,10 +168,10 @@ def _taken(instruction: Instruction, times: list[Scope]) -> list[int] | None:
     found = []
     for scope in times:
         try:
-            choice = scope.integer(instruction.operands[0])
+            choice = scope.value(instruction.operands[0])
         except RecursionError:
             return None  # a longer chain of arithmetic than Python follows
-        if choice is None:
+        if not isinstance(choice, int):
             return None
         found.append(_branch(instruction, choice, len(instruction.called())))
     return found
@@ -185,7 +185,6 @@ def _branch(instruction: Instruction, choice: int, branches: int) -> int:
 
 
 def _that_reach_conditionals(module: Module) -> set[str]:
-    """The computations that hold a conditional, or call one that does."""
     found: set[str] = set()
 
     def reaches(instruction: Instruction) -> bool:

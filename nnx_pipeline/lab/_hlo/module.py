@@ -78,7 +78,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a computation; what the text does not print is None."""
+    """One instruction of a computation."""
 
     name: str
     opcode: str
@@ -140,12 +140,10 @@ class Computation:
     root: str  # the instruction whose result it returns
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
-        """The arrays of each operand of an instruction, tuples flattened."""
         return [self.instructions[name].shapes for name in instruction.operands]
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """For each instruction of the computation, those that read its result."""
         readers: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -209,7 +207,6 @@ def fingerprint(text: str) -> str:
 
 
 def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
-    """The module's name, Python frames and attributes, and where its computations begin."""
     header = _MODULE.match(scanner.text)
     if header is None:
         raise ValueError(_no_module(scanner.text))
@@ -225,7 +222,7 @@ def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
 
 
 def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Computation, int]:
-    """Whether the computation at a position is the entry, the computation, and where it ends."""
+    """Also whether it is the entry, and where it ends."""
     text, start = scanner.text, at
     header = _COMPUTATION.match(text, at)
     if header is None:
@@ -287,7 +284,7 @@ def _elements(
 def _instruction(
     scanner: Scanner, start: int, frames: Frames
 ) -> tuple[bool, Instruction, str, int]:
-    """Whether the instruction at a position is the root, itself, its type, and where it ends."""
+    """Also whether it is the root, its printed type, and where it ends."""
     text = scanner.text
     named = _INSTRUCTION.match(text, start)
     if named is None:

@@ -112,8 +112,6 @@ def _convolution_flops(
 
 
 class _Window(NamedTuple):
-    """How the kernel of a convolution moves over one dimension."""
-
     stride: int
     pad_low: int
     lhs_dilate: int

@@ -26,25 +26,24 @@ _BOUNDARY = re.compile(rf"{_PLAIN}(?:{_OPAQUE}{_PLAIN})*([()\[\]{{}},\n]|\Z)", r
 
 
 class Scanner:
-    """Steps through a text; all positions are offsets into it."""
+    """Steps through a text; positions are offsets into it, results the positions behind what is
+    found."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def fail(self, at: int, what: str) -> NoReturn:
-        """Raises ValueError for what cannot be parsed at a position."""
         line = self.text.count("\n", 0, at) + 1
         start = self.text.rfind("\n", 0, at) + 1
         excerpt = self.text[max(start, at - 60) : at + 60].partition("\n\n")[0].strip()
         raise ValueError(f"line {line} of the HLO text: {what}: {excerpt!r}")
 
     def space(self, at: int) -> int:
-        """The position after the white space and comments at a position."""
         found = _SPACE.match(self.text, at)
         return found.end() if found else at
 
     def closing(self, at: int) -> int:
-        """The position just after the bracket that closes the one at a position."""
+        """From the position of a bracket."""
         awaited: list[str] = []
         position = at
         while True:
@@ -62,7 +61,7 @@ class Scanner:
                 return position
 
     def type(self, at: int) -> int:
-        """The position after a type: an array with its layout, a tuple or a buffer."""
+        """An array with its layout, a tuple or a buffer."""
         if self.text.startswith(("(", "b("), at):
             return self.closing(at + (self.text[at] == "b"))
         found = _ARRAY.match(self.text, at)
@@ -72,7 +71,6 @@ class Scanner:
         return self.closing(end) if self.text.startswith("{", end) else end
 
     def quotation_or_group(self, at: int) -> int:
-        """The position after the quotation, or the group in braces, at a position."""
         if self.text.startswith("{", at):
             return self.closing(at)
         found = _STRING.match(self.text, at)

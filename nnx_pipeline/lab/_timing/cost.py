@@ -56,8 +56,6 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of an instruction takes."""
-
     seconds: float
     kind: Kind
     bound: str = ""  # why it may run longer; "" where nothing says so
@@ -65,8 +63,6 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the instructions of one program on one device."""
-
     module: Module
     device: Device
 
@@ -176,7 +172,6 @@ class Costs:
         return flops / rate if rate else f"a product of {dtypes}, whose rate is not known"
 
     def _unknown(self, computation: Computation, instruction: Instruction) -> str:
-        """Why the time of an instruction is not known; "" where it is known."""
         if not is_known(instruction.opcode):
             return "an opcode that is not known"
         if plain(instruction.opcode) in TRANSFERS:
@@ -269,6 +264,5 @@ def _moved(computation: Computation, instruction: Instruction) -> int:
 
 
 def _makes_nothing(instruction: Instruction) -> bool:
-    """Whether a custom call only sets memory aside or tells the compiler something."""
     is_call = instruction.opcode == "custom-call"
     return is_call and re.search(r"Allocate|Sharding|annotate", instruction.target) is not None

@@ -97,5 +97,4 @@ DEVICES = {
 
 
 def device_of(kind: str, target: str) -> Device | None:
-    """The figures of a device; None where none are known, as of a CPU."""
     return DEVICES.get((kind, target))

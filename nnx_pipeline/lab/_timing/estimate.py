@@ -22,8 +22,6 @@ Key = tuple[str, str]  # an instruction: the names of its computation and of its
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of one program on one slice of devices."""
-
     module: Module
     runs: Runs
     links: Links
@@ -58,7 +56,6 @@ class Estimate:
 
     @cached_property
     def rows(self) -> tuple[TimeRow, ...]:
-        """The compute by line, its caller, kind and pass, the longest first."""
         found: dict[tuple[str | None, str | None, str, Pass], list[float]]
         found = defaultdict(lambda: [0.0, 0])
         callers = Callers(item for _, item in self.module.instructions())
@@ -77,7 +74,6 @@ class Estimate:
 
     @property
     def unread(self) -> tuple[Unread, ...]:
-        """The instructions whose time is not known, and which the estimate leaves out."""
         return (*self._unknown_compute, *self._unknown_collectives)
 
     @cached_property

@@ -139,8 +139,6 @@ class _Line:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of one slice of devices."""
-
     device: Device
     shape: Place  # the sizes of the slice; of a switch, the number of devices
     places: tuple[Place, ...]  # coordinates of each device, in the order of the mesh
@@ -181,7 +179,6 @@ class Links:
         return received * size / rate + latency * (2 if kind == "all-reduce" else 1)
 
     def _lines(self, group: Sequence[int]) -> list[_Line]:
-        """The dimensions along which the places of a group differ."""
         if not self.device.dimensions:
             return [_Line(len(group), 1, 1)]
         lines = []

@@ -26,8 +26,6 @@ _LEVELS = {"bf16": "default", "fp32": "highest"}
 
 
 class ProductPrecision(NamedTuple):
-    """What a program asks of a product."""
-
     dtypes: tuple[str, str]  # of both operands, as HLO spells them
     precisions: tuple[str, str] = ("default", "default")  # of both, of `PRECISIONS`
     algorithm: str = ""  # such as `dot_bf16_bf16_f32_x3`
@@ -35,7 +33,6 @@ class ProductPrecision(NamedTuple):
 
 
 def precision_of(computation: Computation, product: Instruction) -> ProductPrecision:
-    """What the text of a product says."""
     lhs, rhs, *_ = (shapes[0].dtype for shapes in computation.operand_shapes(product))
     said = dict(_ASKED.findall(product.config))
     attributes = {**said, **product.attributes}

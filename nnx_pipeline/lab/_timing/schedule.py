@@ -110,8 +110,6 @@ class _Clock(Duration):
 
 @dataclass(frozen=True)
 class ScheduleWalk:
-    """Walks one program."""
-
     module: Module
     trips: Mapping[tuple[str, str], int | None]  # from `loop_trips`; unknown loops are left out
     shares: Shares
@@ -145,7 +143,6 @@ class ScheduleWalk:
     def _inside(
         self, computation: Computation, instruction: Instruction
     ) -> list[tuple[str, Fraction | int]]:
-        """The computations that run instruction by instruction in one, and how often."""
         called = instruction.called()
         if instruction.opcode == "while":
             trips = self.trips.get((computation.name, instruction.name))

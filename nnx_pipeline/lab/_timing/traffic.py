@@ -21,8 +21,6 @@ Counted = Callable[[Shape], int]  # the bytes of an array that count
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of the instructions of one program."""
-
     module: Module
     counted: Counted = lambda shape: shape.bytes  # such as nothing of what lies on the chip
 

@@ -41,7 +41,6 @@ class Constraint:
 
     @property
     def is_own(self) -> bool:
-        """Whether the operation is the constraint itself."""
         return self.operation == _CONSTRAINT and self.made == self.at
 
 

@@ -26,8 +26,6 @@ _CASTS = {"astype", "asarray", "array"}
 
 @dataclass(frozen=True, order=True)
 class Location:
-    """A line of source."""
-
     file: str  # empty if the line is not known
     line: int
     function: str
@@ -86,7 +84,7 @@ def is_pmap(function: object) -> bool:
 
 
 def raised_in_pmap(error: BaseException) -> bool:
-    """Whether an exception, with the frames of JAX, came from a function of `jax.pmap`."""
+    # `error` must have the frames of JAX.
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename == _PMAP for frame, _ in frames)
 

@@ -72,7 +72,7 @@ def _candidates(
 
 
 def _maker(flow: Flow, instruction: Instruction) -> Instruction:
-    """The instruction that computes what a collective moves, also after other collectives."""
+    # It may be behind other collectives.
     while collective(instruction.opcode):
         instruction = flow.lineage((instruction.operands[0], ()))[-1]
     return instruction

@@ -39,8 +39,6 @@ _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "ge
 
 @dataclass(frozen=True)
 class ValueOrigin:
-    """The instruction, JAX operation and source line that a value comes from."""
-
     instruction: Instruction | None  # the one whose metadata is taken
     operation: str  # its op_name, or the copied argument's name; "" for neither
     source: str | None  # as `file.py:12`
@@ -145,7 +143,6 @@ class Origins:
         return Callers(self.flow.instructions.values())
 
     def has_own_line(self, instruction: Instruction) -> bool:
-        """Whether an instruction has a line of its own, and not that of a loop or another call."""
         source = source_of(instruction)
         if source is None or instruction.opcode in _CARRIERS:
             return False

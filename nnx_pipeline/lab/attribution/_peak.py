@@ -70,15 +70,11 @@ def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
 
 
 class _Slot(NamedTuple):
-    """A value and the number of the heap's allocation that holds it."""
-
     allocation: int
     value: BufferValue
 
 
 class _Reader:
-    """Finds the origin and role of values of the buffer assignment."""
-
     def __init__(self, buffers: BufferText, module: Module, one_line: frozenset[str]) -> None:
         self.flow = Flow(module)
         self.origins = Origins(self.flow, one_line)
@@ -100,7 +96,6 @@ class _Reader:
         return placed.name, placed.index
 
     def buffer(self, placed: BufferValue, size: int) -> Buffer:
-        """The row for a value that holds a number of bytes of its own."""
         value = self.value(placed)
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)

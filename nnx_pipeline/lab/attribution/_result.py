@@ -87,7 +87,6 @@ class BufferDifference(Side):
 
     @property
     def change(self) -> int:
-        """The bytes that b holds more than a; negative where it holds less."""
         return self.b_bytes - self.a_bytes
 
 

@@ -211,7 +211,6 @@ class Roles:
         return None
 
     def _is_gradient(self, part: Value) -> bool:
-        """Whether an array that a loop writes is of the backward pass and a parameter's shape."""
         made_by = self._writer(part)
         operation = made_by.op_name or self.origins.of(part).operation
         backward = "transpose(" in operation and RECOMPUTED not in operation
@@ -225,7 +224,6 @@ class Roles:
         return writer
 
     def _adds_to(self, writer: Instruction, state: Value) -> bool:
-        """Whether an instruction adds to a loop's state, and only additions read that state."""
         added = writer.opcode == "add" and any(
             self.flow.holds_state((operand, ()), state) for operand in writer.operands
         )

@@ -126,7 +126,6 @@ class Account:
         )
 
     def rows(self) -> dict[str, int | None]:
-        """The bytes of each row by its name in plain words."""
         return {words: getattr(self, name) for name, words in ROWS.items()}
 
     def to_json(self) -> dict[str, Any]:

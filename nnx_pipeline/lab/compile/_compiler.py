@@ -49,7 +49,6 @@ class TooLarge:
 
     @property
     def reason(self) -> str:
-        """What the compiler said, in one line."""
         said = " ".join(str(self.error).split())
         found = _TOO_LARGE.search(said)
         return found.group() if found else said
@@ -157,8 +156,6 @@ _REFUSED = (
 
 
 class Accepted(NamedTuple):
-    """A compiled program, and what its compiler made of the settings."""
-
     compiled: jax.stages.Compiled | TooLarge
     buffer_assignment: str | None  # see `compile_with_dump`
     applied: dict[str, bool | str]  # what the user set

@@ -211,7 +211,6 @@ def called_with(call: Call) -> Iterator[None]:
 
 
 def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
-    """Raises InputError unless the signature of the function accepts the arguments."""
     try:
         signature = inspect.signature(call.function, follow_wrapped=follow_wrapped)
     except ValueError:

@@ -5,7 +5,7 @@ import importlib.resources
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nnx_pipeline.lab.errors import InputError, nearest
 
@@ -19,8 +19,6 @@ _KINDS = {"xla_tpu_": "tpu", "xla_gpu_": "cuda", "xla_cpu_": "cpu"}
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a compiler."""
-
     name: str  # such as `xla_tpu_scoped_vmem_limit_kib`
     value: bool | str  # some take nothing but a bool for truth values; numbers are texts
     of_set: str = ""  # the set that it is from, "" where the user gave it
@@ -30,7 +28,6 @@ class Setting:
 
 
 def written(settings: dict[str, bool | str]) -> str:
-    """Settings as a user writes them, separated by commas."""
     texts = ((n, str(v).lower() if isinstance(v, bool) else v) for n, v in settings.items())
     return ", ".join(f"{name}={value}" for name, value in texts)
 
@@ -90,9 +87,7 @@ def _of_set(text: str) -> list[Setting]:
         known = [f"@{known}" for known in flag_sets()]
         cure = nearest(name, known) if name else f"choose one of: {', '.join(known)}"
         raise InputError(f"there is no set of compiler settings {text!r}; {cure}")
-    return [
-        Setting(one.name, one.value, of_set=f"@{name}") for one in map(_parsed, flag_sets()[name])
-    ]
+    return [replace(_parsed(one), of_set=f"@{name}") for one in flag_sets()[name]]
 
 
 def _parsed(text: str) -> Setting:

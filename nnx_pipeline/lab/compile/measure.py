@@ -178,8 +178,6 @@ class Measurement:
 
 
 class _Read(NamedTuple):
-    """What the results of a compiler say."""
-
     hlo: str
     program: figures.ProgramFigures
     memory: Memory
