@@ -166,8 +166,7 @@ def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None
 def _by_entry(
     opcode: str, direction: str | None, shape: Shape, operands: tuple[Value, ...]
 ) -> Value | None:
-    """What is computed at each place of arrays of the result's size, or of scalars; None if
-    unknown."""
+    """What is computed at each place of arrays of one size, or of scalars; None if unknown."""
     if any(isinstance(one, tuple) and len(one) != shape.elements for one in operands):
         return None
     columns = [one if isinstance(one, tuple) else (one,) * shape.elements for one in operands]
