@@ -1,4 +1,4 @@
-"""The device-memory heap of a compiled program, from the compiler's own buffer assignment.
+"""Compiles a program, and reads its heap in device memory from the compiler's buffer assignment.
 
 Every XLA compiler (TPU, NVIDIA, CPU) can write down where it places each value, so one method
 serves all of them and needs no hardware. All figures are per device.
@@ -33,11 +33,18 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
-_COLOR = re.compile(r", color (\d+)")
+_ELSEWHERE = re.compile(r", color [1-9]")  # of another memory; colour 0 is not printed
 _ASSIGNMENT = "-buffer-assignment.txt"
 # With these words the TPU compiler refuses what does not fit, when it has placed every buffer. Of
 # its on-chip memory it says the same with another name, and then a kernel is at fault.
 _TOO_LARGE = re.compile(r"Ran out of memory (on HBM|in memory space hbm).*?(?=\.\s|\.?$)", re.S)
+
+# What the compilers say of a setting before they do anything (JAX 0.10 to 0.12).
+_UNKNOWN = re.compile(r"No such compile option: '(?P<name>.*?)'")
+_REFUSED = (
+    re.compile(r"While setting option (?P<name>\w+), '.*' is (?P<why>not a valid \w+ value)"),
+    re.compile(r"Failed to parse '.*' into flag (?P<name>\w+): *(?P<why>.*)"),
+)
 
 
 @dataclass(frozen=True)
@@ -137,22 +144,8 @@ def heap_bytes(buffer_assignment: str | None) -> int | None:
     return sum(
         int(size)
         for size, description in allocations
-        if "preallocated-temp" in description and _color(description) == 0
+        if "preallocated-temp" in description and not _ELSEWHERE.search(description)
     )
-
-
-def _color(description: str) -> int:
-    # The compiler does not print colour 0.
-    color = _COLOR.search(description)
-    return int(color.group(1)) if color else 0
-
-
-# What the compilers say of a setting before they do anything (JAX 0.10 to 0.12).
-_UNKNOWN = re.compile(r"No such compile option: '(?P<name>.*?)'")
-_REFUSED = (
-    re.compile(r"While setting option (?P<name>\w+), '.*' is (?P<why>not a valid \w+ value)"),
-    re.compile(r"Failed to parse '.*' into flag (?P<name>\w+): *(?P<why>.*)"),
-)
 
 
 class Accepted(NamedTuple):
