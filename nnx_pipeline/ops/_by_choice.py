@@ -1,9 +1,4 @@
-"""The shell of experts that compute the tokens that chose them: two functions with derivatives.
-
-Both kinds send tokens to places of experts, multiply there, and bring the results back. What they
-do for that on each device stands in `_grouped` and `_capacity`; here it becomes a function that JAX
-can differentiate once.
-"""
+"""The shell of experts that compute the tokens that chose them: two functions with derivatives."""
 
 import abc
 import functools
@@ -34,10 +29,7 @@ class OnDevices(ExpertAxes, abc.ABC):
     def open(
         self, x: Array, places: PyTree, gate: Array, up: Array
     ) -> tuple[tuple[Array, Array], OpenResiduals]:
-        """The token of each place times gate and up of its expert, and the residuals.
-
-        - `x`: `[batch, seq, embed]`.
-        """
+        """The token of each place of `[batch, seq, …]` times gate and up, and the residuals."""
 
     @abc.abstractmethod
     def open_back(
@@ -51,8 +43,7 @@ class OnDevices(ExpertAxes, abc.ABC):
     ) -> tuple[Array, CloseResiduals]:
         """Σ over the choices of a token of weight · hidden · down, and the residuals.
 
-        - `hidden`: as `open` gives its results; the sum is `[batch, seq, embed]`.
-        - `weights`: of the choices, `[batch, seq, chosen]`.
+        `weights` are `[batch, seq, chosen]`, and the sum is `[batch, seq, embed]`.
         """
 
     @abc.abstractmethod
@@ -73,10 +64,7 @@ class OnDevices(ExpertAxes, abc.ABC):
         return per_device(function, in_specs, out_specs, refusal=refusal)
 
     def mix(self, x: Array, places: PyTree, weights: Array, kernels: ExpertKernels) -> Array:
-        """Σ over the choices of a token of weight · (silu(x · gate) · (x · up)) · down.
-
-        - `kernels`: in the dtype of `x`.
-        """
+        """Σ over the choices of a token of weight · (silu(x · gate) · (x · up)) · down."""
         hidden = gated(*_open(self, x, places, kernels.gate, kernels.up))
         return _close(self, hidden, weights, places, kernels.down)
 

@@ -18,14 +18,6 @@ class ExpertAxes:
 
     The fields are found where the layer is called; inside the functions of one device the mesh
     looks different.
-
-    - `kind`: the value of `model.experts`, for errors.
-    - `experts`: how many experts there are, over all devices.
-    - `own`: how many of them a device has.
-    - `batch`: mesh axes over which the tokens are sharded.
-    - `owners`: mesh axes over which the experts are sharded, the last ones of `batch`.
-    - `embed`: mesh axes over which the kernels are sharded along embed.
-    - `mlp`: mesh axes over which the hidden units are sharded.
     """
 
     kind: str
@@ -38,11 +30,7 @@ class ExpertAxes:
 
     @classmethod
     def of(cls: type[_Axes], kind: str, experts: int, layout: Layout, **more: Any) -> _Axes:
-        """The axes on the ambient mesh.
-
-        - `kind`, `experts`: as the fields.
-        - `layout`: which mesh axes the logical axes are sharded over.
-        - `more`: further fields of a class below this one.
+        """The axes on the ambient mesh; `more` are fields of a class below this one.
 
         Raises InputError unless the tokens are sharded over what shards experts and width. Only
         then do sums over these mesh axes add up other tokens, and no token twice.
@@ -83,20 +71,13 @@ class ExpertAxes:
         return P(self.owners or None, self.mlp or None, self.embed or None)
 
     def gathered(self, kernel: Array, axis: int) -> Array:
-        """A kernel of this device's experts, whole along embed.
-
-        - `axis`: that of embed.
-        """
+        """A kernel of this device's experts, whole along embed."""
         return (
             jax.lax.all_gather(kernel, self.embed, axis=axis, tiled=True) if self.embed else kernel
         )
 
     def summed(self, gradient: Array, axis: int) -> Array:
-        """The gradient of a kernel, summed over the devices that have other tokens.
-
-        - `gradient`: of this device's tokens; the result is sharded as the kernel is stored.
-        - `axis`: that of embed.
-        """
+        """A kernel's gradient over devices with other tokens, sharded as the kernel is."""
         rest = [name for name in self.batch if name not in (*self.embed, *self.owners)]
         if self.embed:
             gradient = jax.lax.psum_scatter(

@@ -37,10 +37,8 @@ class ExpertKernels(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """What a mixture of experts gives.
-
-    - `output`: `[batch, seq, embed]`.
-    - `dropped`: the share of each sequence's choices that no expert took, or None if all are taken.
+    """`dropped` is the share of each sequence's choices that no expert took; None if there are
+    none.
     """
 
     output: Float[Array, "batch seq embed"]
@@ -49,8 +47,6 @@ class Mixed(NamedTuple):
 
 @runtime_checkable  # the tests check the types of arguments and results
 class Mix(Protocol):
-    """A function that sends tokens through their experts, see `DenseExperts`."""
-
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed: ...
@@ -68,10 +64,8 @@ WORTHWHILE_ON_CPU = 8e6
 class DenseExperts:
     """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, with all experts on all tokens.
 
-    combine_e is the router's weight of expert e for each token, 0 where it was not chosen.
-
-    - `group`: how many experts are computed by one product; it divides the experts of a device.
-      None leaves it to `group_size`.
+    combine_e is the router's weight of expert e for each token, 0 where it was not chosen. `group`
+    is how many experts of a device one product computes; None leaves it to `group_size`.
 
     A scan runs over the groups. The weights of one group are gathered at a time, and its hidden
     units exist at a time. So a small group saves memory, and a large one time: fewer and larger
@@ -93,10 +87,7 @@ class DenseExperts:
         """Sends all tokens through all experts; the result is cast to x.dtype.
 
         - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-        - `choice`: the weights of the chosen experts of each token, and their numbers, from
-          `route`.
-        - `kernels`: as they are stored; a group's are gathered when it is computed.
-        - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
+        - `choice`: from `route`.
         - `remat`: what to keep of each group for the backward pass; its hidden units have the names
           `remat.HIDDEN`.
 
@@ -132,11 +123,8 @@ class DenseExperts:
 def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:
     """The smallest group of experts whose product on a device has `WORTHWHILE` operations.
 
-    - `rows`: how many tokens an expert of a device computes.
-    - `kernel`: the shape of the kernels, `[experts, embed, mlp]`.
-    - `layout`: which mesh axes they are sharded over.
-
-    It is a divisor of the number of experts of a device, and all of these if no group is enough.
+    It divides the number of experts of a device, and is all of these if no group is enough. An
+    expert of a device computes `rows` tokens; `kernel` is the shape `[experts, embed, mlp]`.
     """
     experts, embed, mlp = kernel
     own = experts // layout.size("expert")
@@ -152,10 +140,7 @@ class ExpertProducts:
 
     In the shapes below, `owners` is the number of devices along the mesh axes of the experts,
     `parts` the number of those along the axes of the hidden units, and `steps` the number of groups
-    of an owner, over which a scan runs.
-
-    - `layout`: which mesh axes the experts, the hidden units and the batch are sharded over.
-    - `group`: how many experts of each owner are computed by one product.
+    of an owner, over which a scan runs. One product computes `group` experts of each owner.
     """
 
     layout: Layout
@@ -169,13 +154,10 @@ class ExpertProducts:
     def split(self, kernels: ExpertKernels, dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
         """Kernels to `[steps, embed, group, owners, parts, mlp / parts]`; a scan runs over steps.
 
-        - `dtype`: to which they are cast. Cast here and not for each group, their gradients are
-          stacked in this dtype by the scan, and not in float32.
-
-        The axis over which kernels are gathered comes first, in all three, so that what is sent may
-        lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without a pipeline.
-
-        Raises InputError if the group does not divide the experts of an owner.
+        Cast here and not for each group, their gradients are stacked in this dtype by the scan, and
+        not in float32. The axis over which kernels are gathered comes first, in all three, so that
+        what is sent may lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without
+        a pipeline.
         """
         gate, up, down = (kernel.astype(dtype) for kernel in kernels)
         own = gate.shape[0] // self.layout.size("expert")
@@ -184,10 +166,9 @@ class ExpertProducts:
         return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:
-        """A value per token and expert, in the order in which the scan visits the experts.
+        """A value per token and expert, `[batch, seq, …, experts]`, in the order of the scan.
 
-        - `weights`: `[batch, seq, …, experts]`; the result is
-          `[steps, owners, 1, batch, seq, …, group, 1]`, which fits the hidden units.
+        The result, `[steps, owners, 1, batch, seq, …, group, 1]`, fits the hidden units.
         """
         *rest, experts = weights.shape
         owners = self.layout.size("expert")
@@ -200,30 +181,21 @@ class ExpertProducts:
         )
 
     def open_up(self, x: Array, gate: Array, up: Array) -> Array:
-        """silu(x · gate) · (x · up): the hidden units of a group.
+        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`.
 
-        - `x`: `[batch, seq, embed]`; the result is
-          `[owners, parts, batch, seq, group, mlp / parts]`.
-        - `gate`, `up`: of one group, `[embed, group, owners, parts, mlp / parts]`.
+        Its kernels are `[embed, group, owners, parts, mlp / parts]`.
         """
         return gated(_open(self, x, gate), _open(self, x, up))
 
     def project(self, hidden: Array, down: Array) -> Array:
-        """The down projection, summed over the group: a partial sum for each owner and part.
-
-        - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`; the result is
-          `[owners, parts, batch, seq, embed]`.
-        - `down`: of one group, `[embed, group, owners, parts, mlp / parts]`.
-        """
+        """The down projection summed over the group: `[owners, parts, batch, seq, embed]`."""
         return _project(self, hidden, down)
 
     def kernel_gradient(self, tokens: Array, hidden: Array) -> Array:
         """The gradient of a kernel of one group, sharded as the kernel is stored.
 
-        - `tokens`: `[…, batch, seq, embed]`, what gate and up read, or the cotangent of the down
-          projection's result.
-        - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`, the cotangent of the result
-          of gate or up, or what the down projection read.
+        It is made of `[…, batch, seq, embed]` and of `[owners, parts, batch, seq, group, mlp /
+        parts]`: either what the product read, and of the other the cotangent of its result.
 
         The product is not sharded over embed from the start. Where it is, XLA for TPU (libtpu
         0.0.42.1) cuts it into one per device, each of which waits for a neighbour: on 8 devices
@@ -251,9 +223,8 @@ class ExpertProducts:
     ) -> Array:
         """Σ over the groups of all owners and parts, `[batch, seq, …]`.
 
-        - `one_group`: (operands of one group) to `[owners, parts, batch, seq, …]`.
-        - `operands`: `[steps, …]` each.
-        - `dtype`: of the sum.
+        `one_group` maps operands of one group to `[owners, parts, batch, seq, …]`; those of all
+        groups are `[steps, …]`.
         """
         steps = operands[0].shape[0]
         first = tuple(operand[0] for operand in operands)
@@ -271,10 +242,7 @@ class ExpertProducts:
         return jnp.sum(total, axis=(0, 1))
 
     def _split(self, kernel: Array, embed_axis: int) -> Array:
-        """One kernel as `split` returns it.
-
-        - `embed_axis`: which axis of the kernel is embed; the others are experts and mlp.
-        """
+        """One kernel as `split` returns it."""
         owners, parts = self.layout.size("expert"), self.layout.size("mlp")
         kernel = jnp.moveaxis(kernel, embed_axis, 0)
         embed, experts, mlp = kernel.shape
@@ -295,10 +263,9 @@ class ExpertProducts:
 
 
 def weighed(hidden: Array, weight: Array) -> Array:
-    """The hidden units times the router's weight of their expert.
+    """Hidden units `[owners, parts, batch, seq, group, mlp / parts]` times their expert's weight.
 
-    - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`, as the result is.
-    - `weight`: `[owners, 1, batch, seq, group, 1]`, of the same dtype.
+    The weights are `[owners, 1, batch, seq, group, 1]`.
     """
     return _weighed_on_cpu(hidden, weight) if ambient_platform() == "cpu" else hidden * weight
 

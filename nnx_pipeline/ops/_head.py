@@ -18,14 +18,10 @@ def logits_of(
 ) -> Float[Array, "batch seq vocab"]:
     """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32.
 
-    - `hidden`: the output of the final norm.
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
-    - `layout`: which mesh axes the logical axes of kernel and result are sharded over.
-
-    The result is sharded by the logical axes `whole_batch` and `vocab_of_logits`, but for a
-    vocabulary that does not split over the latter: its logits are computed with columns of zeros
-    added to the kernel, then gathered, and these columns left out.
+    The kernel is sharded by ("embed_of_vocab", "vocab"), and the result by the logical axes
+    `whole_batch` and `vocab_of_logits`, but for a vocabulary that does not split over the latter:
+    its logits are computed with columns of zeros added to the kernel, then gathered, and these
+    columns left out.
     """
     columns, kernel = kernel.shape[1], used_kernel(kernel.astype(hidden.dtype), layout)
     spec = layout.spec("whole_batch", None, "vocab_of_logits")
@@ -38,9 +34,6 @@ def logits_of(
 
 def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Array, "embed any"]:
     """The head's kernel as a product for logits reads it, which may have columns of zeros added.
-
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `layout`: which mesh axes the logical axes are sharded over.
 
     All its rows are on each device, and columns are sharded by `vocab_of_logits`.
     """
@@ -55,9 +48,7 @@ def with_columns(
 ) -> Float[Array, "embed columns"]:
     """The head's kernel with columns of zeros after its own, whole along them on each device.
 
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `columns`: how many the result has. A kernel that has them already is returned as it is.
-    - `layout`: which mesh axes the logical axes are sharded over.
+    A kernel that has so many already is returned as it is.
     """
     more = columns - kernel.shape[1]
     if not more:
@@ -70,11 +61,8 @@ def head_of_table(
 ) -> Float[Array, "embed vocab"]:
     """The kernel of a head that is tied to the embedding table, in the dtype of the table.
 
-    - `table`: sharded by ("vocab", "embed_of_vocab"), and the kernel by ("embed_of_vocab",
-      "vocab").
-    - `config`: with `tied_head_dtype="bfloat16"` the kernel's values are rounded to bfloat16.
-
-    The gradient of the table is the kernel's, without rounding.
+    With `tied_head_dtype="bfloat16"` its values are rounded to bfloat16, and the gradient of the
+    table is the kernel's, without rounding.
     """
     if config.tied_head_dtype is None:
         return table.T

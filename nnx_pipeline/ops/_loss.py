@@ -32,7 +32,7 @@ class LossOptions(NamedTuple):
     """How the loss is computed.
 
     - `chunks`: number of pieces into which the sequence is cut.
-    - `soft_cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
+    - `soft_cap`: the bound of the logits; None for no bound.
     - `columns`: the size of the vocabulary, where the kernel may have columns of zeros after those
       of the vocabulary, which count in nothing; None for a kernel without such columns.
     """
@@ -61,7 +61,6 @@ class _Plan:
 
     @property
     def hidden(self) -> P:
-        """The spec of the hidden states."""
         return P(*self.batch, None)
 
 
@@ -76,15 +75,10 @@ def chunked_cross_entropy(
 ) -> Float[Array, ""]:
     """Σ weights · (log Σ_v exp(logits_v) - logits_target), with logits = hidden · kernel.
 
-    - `hidden`: output of the last layer, sharded by `batch_axes`; its sequence and embed axes are
-      whole on every device.
+    - `hidden`: output of the last layer, sharded by `batch_axes`, its logical axes before the
+      sequence; its sequence and embed axes are whole on every device.
     - `kernel`: of the head, sharded by ("embed_of_vocab", "vocab").
-    - `targets`: token ids and their weights, sharded as `hidden`; an id outside the vocabulary
-      costs log Σ exp alone.
-    - `batch_axes`: logical axes of `hidden` before its sequence axis.
-    - `options`: the number of chunks of the sequence, the bound of the logits, and how many columns
-      of the kernel are the vocabulary.
-    - `layout`: which mesh axes the logical axes above are sharded over.
+    - `targets`: sharded as `hidden`; an id outside the vocabulary costs log Σ exp alone.
 
     The product is computed in the dtype of `hidden`, everything after it in float32.
 
@@ -119,14 +113,11 @@ MOST_LIFTED = 4096  # sums of gradients over tokens are then in the range of flo
 def lift_of(
     weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike, *, summed: bool = False
 ) -> Float[Array, ""] | None:
-    """The power of two that brings the largest weight to between 1 and 2.
+    """The power of two that brings the largest weight of targets to between 1 and 2.
 
-    - `weights`: of targets.
-    - `dtype`: in which gradients are computed.
-    - `summed`: whether they add up over all tokens in that dtype. Then it is less for weights that
-      would have a sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
-
-    None for a dtype with the exponents of float32, which loses no small gradients.
+    It is None for a dtype with the exponents of float32, which loses no small gradients. If
+    gradients are `summed` over all tokens in the dtype, it is less for weights that would have a
+    sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
     """
     if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
         return None
@@ -146,12 +137,10 @@ def hold_columns(
 ) -> tuple[Float[Array, "embed columns"], Layout]:
     """The kernel as a loop holds it that computes a loss at each turn, and its layout.
 
-    - `kernel`, `batch_axes`, `layout`: as for `chunked_cross_entropy`.
-    - `hidden_shape`: of the hidden states of one turn together, `[*batch, seq, embed]`.
-
     Row shards that each turn would exchange for column shards are exchanged here, once; the
     gradients of all turns then add up in column shards, which are as large. A kernel that a turn
-    gathers is left as it is, because the loop would hold all of it.
+    gathers is left as it is, because the loop would hold all of it. `hidden_shape` is of the hidden
+    states of one turn, `[*batch, seq, embed]`.
     """
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
@@ -170,14 +159,7 @@ def make_plan(
     chunks: int,
     layout: Layout,
 ) -> _Plan:
-    """How the devices of the ambient mesh share the work.
-
-    - `hidden_shape`: of all hidden states together, `[*batch, seq, embed]`.
-    - `columns`: of the kernel.
-    - `batch_axes`: logical axes of the hidden states before their sequence axis.
-    - `chunks`: number of pieces into which the sequence is cut.
-    - `layout`: which mesh axes the logical axes are sharded over.
-    """
+    """How the devices of the ambient mesh share the work on hidden states of this shape."""
     sizes = mesh_sizes()
     spread = {axis for name in batch_axes for axis in layout.axes(name)}
     stored, rows = layout.axes("vocab"), layout.axes("embed_of_vocab")
@@ -213,11 +195,7 @@ def _tokens_travel(
 ) -> bool:
     """Whether sending tokens along the mesh axes `rows` moves fewer bytes than sending the kernel.
 
-    - `columns`: size of the vocabulary.
-    - `stored`: mesh axes that shard the kernel's columns in any case.
-    - `rows`: mesh axes that shard the kernel's rows.
-    - `spread`: mesh axes that shard the tokens.
-
+    `stored` shard the kernel's columns in any case, `rows` its rows, and `spread` the tokens.
     Counted per row of the kernel, in units of the size of an activation. If tokens are sent, each
     token of the devices that then share the columns arrives and its gradient leaves: 1 + 1. If the
     kernel is sent, each column of this device's part arrives and its gradient leaves: 1 + 2,
@@ -337,7 +315,6 @@ def _loss_forward(
 def _loss_backward(
     plan: _Plan, saved: tuple[Array, Array, Array | None, Array], cotangent: Array | SymbolicZero
 ) -> tuple[Array, Array, None, None]:
-    """Scales the gradients that the forward pass has computed."""
     hidden_gradient, kernel_gradient, lift, of_dtype = saved
     cotangent = or_zeros(cotangent)
     cotangent = cotangent if lift is None else cotangent / lift
@@ -353,11 +330,9 @@ def _chunk_loss(
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
     """The loss of one chunk on one device, and a function that gives what its gradient needs.
 
-    - `hidden`: `[tokens, embed]`, before the gather over `plan.shared`.
-    - `targets`, `weights`: `[tokens]`, likewise.
-
-    That function returns the gathered tokens `[tokens, embed]` and the gradient of their logits
-    `[tokens, columns]`, both in the dtype of `hidden`.
+    That are the gathered tokens `[tokens, embed]` and the gradient of their logits `[tokens,
+    columns]`, both in the dtype of `hidden`. The arguments `[tokens, …]` are not gathered over
+    `plan.shared` yet.
     """
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
@@ -388,7 +363,7 @@ def _chunk_loss(
 
 
 def _columns(logits: Array, plan: _Plan) -> Array:
-    """int32 `[tokens, columns]`: the token id of each column of this device."""
+    """The token id of each column of this device: int32 `[tokens, columns]`."""
     width = logits.shape[-1]
     offset = width * jax.lax.axis_index(plan.vocab) if plan.vocab else 0
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset

@@ -15,11 +15,7 @@ from nnx_pipeline.sharding.layout import P, is_explicit, out_sharding
 
 
 class Precision(NamedTuple):
-    """The dtypes of the operands of a product.
-
-    - `values`: of activations and kernels.
-    - `cotangents`: of cotangents of the results.
-    """
+    """The dtypes of activations and kernels, and of cotangents of the results."""
 
     values: str
     cotangents: str
@@ -36,23 +32,12 @@ Product = Callable[[str, Array, Array, P], Array]
 
 
 def full_product(equation: str, x: Array, kernel: Array, out: P) -> Array:
-    """The einsum of two arrays in their own dtype.
-
-    - `equation`: of `jnp.einsum`.
-    - `x`: activations.
-    - `kernel`: as a product reads it, in the dtype of `x`.
-    - `out`: the sharding of the result.
-    """
+    """The einsum of two arrays in their own dtype, sharded as `out`."""
     return jnp.einsum(equation, x, kernel, out_sharding=out_sharding(out))
 
 
 def product_of(config: ModelConfig) -> Product:
-    """The product that a model multiplies activations and kernels with.
-
-    - `config`: says by `quantization` in what precision.
-
-    Raises InputError if that needs Qwix, and it is not installed.
-    """
+    """The product that `quantization` of a config says; raises InputError without Qwix."""
     check_package(config)
     if config.quantization is None:
         return full_product
@@ -60,10 +45,7 @@ def product_of(config: ModelConfig) -> Product:
 
 
 def check_package(config: ModelConfig) -> None:
-    """Raises InputError if the products of a model need Qwix, and it is not installed.
-
-    - `config`: says by `quantization` whether they do.
-    """
+    """Raises InputError if the products of a model need Qwix, and it is not installed."""
     if config.quantization is not None and importlib.util.find_spec("qwix") is None:
         raise InputError(
             f"model.quantization={config.quantization!r} needs Qwix, which is not installed; "
@@ -76,10 +58,6 @@ def quantized_product(
     kind: Precision, equation: str, x: Float[Array, "..."], kernel: Float[Array, "..."], out: P
 ) -> Float[Array, "..."]:
     """`full_product` of operands that are rounded to 8 bits.
-
-    - `kind`: the dtypes to which operands are rounded.
-
-    The other arguments, and the dtype of the result, are as for `full_product`.
 
     Each operand is divided by its largest absolute values along the axes that are summed over, so
     that every token has a scale, and every column of the kernel. The cotangent of `x` is such a
@@ -117,9 +95,8 @@ def _rounded_product(
 ) -> Array:
     """The einsum of two operands, each rounded to a dtype of 8 bits, in the dtype of the first.
 
-    - `equation`: its result has the axes of the first operand that are not summed over, and then
-      those of the second.
-    - `to`: the sharding of the result in explicit mode.
+    The result of `equation` has the axes of the first operand that are not summed over, and then
+    those of the second.
     """
     import qwix  # it takes seconds, and not every model needs it
 

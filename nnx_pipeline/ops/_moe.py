@@ -32,7 +32,6 @@ class MoEKernels(NamedTuple):
 
 
 def mix_of(config: ModelConfig) -> Mix:
-    """What sends the tokens of a model through its experts."""
     return EXPERTS[config.experts](config)
 
 
@@ -47,16 +46,8 @@ def routed_experts(
 ) -> tuple[Float[Array, "batch seq embed"], Usage]:
     """Sends each token through the experts that the router chooses, and reports their usage.
 
-    - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the router and the experts, as they are stored.
-    - `real`: False for padding, which takes no room of an expert and does not count in the usage;
-      None if there is none.
-    - `config`: how the router chooses experts for each token, and how these are computed.
-    - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
-    - `remat`: what to keep of each expert for the backward pass.
-
-    Returns the weighted sum of the experts' outputs and the usage of each sequence. The router
-    works in the dtype of `x`.
+    `x` and the result are sharded by ("batch", None, None); the router works in the dtype of `x`.
+    `real` is False for padding, which takes no room of an expert and does not count in the usage.
     """
     routing, mix = Routing.of(config), mix_of(config)
     kernel = gather_weight(

@@ -31,16 +31,15 @@ def per_device(
 ) -> Callable[..., OfDevice]:
     """A function of whole arrays that calls `function` on each device with its own shards.
 
-    - `function`: of the shards of one device; it may use collectives over all axes of the mesh. It
-      returns a tuple.
-    - `in_specs`, `out_specs`: the sharding of each argument, to which it is moved, and of each
-      result; a result that is a tuple of arrays has one for all of them. An argument that is not
-      sharded over a mesh axis is the same on all devices along it, and a result must be so.
-    - `refusal`: the text of the error for a derivative.
+    `function` may use collectives over all axes of the mesh, and returns a tuple. Arguments are
+    moved to `in_specs`; a result that is a tuple of arrays has one spec for all of them. Along a
+    mesh axis that the spec does not name an argument is the same on all devices, and a result must
+    be so.
 
     The result may be mapped by `jax.vmap` over an axis that is sharded over a mesh axis which the
     specs do not name. Without a mesh it is `function` itself. It cannot be differentiated: give it
-    a derivative of its own, by `jax.custom_vjp`. Second derivatives then raise InputError.
+    a derivative of its own, by `jax.custom_vjp`. Second derivatives then raise InputError,
+    `refusal`.
     """
 
     def call(*args: Array) -> OfDevice:
@@ -101,8 +100,8 @@ def _all_mapped(results: OfDevice) -> tuple[OfDevice, PyTree]:
 def one_by_one(function: Callable[..., OfDevice]) -> Callable[..., OfDevice]:
     """The function, which under `jax.vmap` is called for one entry after the other.
 
-    - `function`: of arrays to a pytree of arrays. It sees no axis of a map: where a device holds
-      one entry, as of stages, its axis is taken away, and more entries are a loop.
+    It sees no axis of a map: where a device holds one entry, as of stages, its axis is taken away,
+    and more entries are a loop.
     """
     call = custom_vmap(function)
 
@@ -131,13 +130,11 @@ def differentiable(
     shards: tuple[str, ...],
     refusal: str,
 ) -> Callable[..., Array]:
-    """`per_device` of a function that has a derivative: a kernel that brings its own.
+    """`per_device` of a function to one array that has a derivative: a kernel that brings its own.
 
-    - `function`: of the shards of one device to one array. JAX can differentiate it in reverse mode
-      by its floating-point arguments. It sees no axis of a map, as in `one_by_one`.
-    - `in_specs`, `out_spec`: as for `per_device`.
-    - `shards`: the mesh axes along which devices have different arguments or results.
-    - `refusal`: the text of the error for a second derivative.
+    JAX can differentiate it in reverse mode by its floating-point arguments. It sees no axis of a
+    map, as in `one_by_one`. `shards` are the mesh axes along which devices have different arguments
+    or results.
 
     What the derivative of `function` keeps for its backward pass is known to JAX alone. Each device
     hands it over as it is, as its own part of arrays with a leading axis of devices.

@@ -20,14 +20,10 @@ def add_to_stream(
     rate: float,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """stream + dropout(update).
+    """stream + dropout(update), sharded by ("batch", None, None).
 
-    - `stream`: the residual stream, sharded by ("batch", None, None), as the result is.
-    - `update`: the output of attention or feed-forward.
-    - `keys`: the dropout keys of the layer; None for no dropout.
-    - `place`: the number of the update within the layer: each update has a dropout mask of its own.
-    - `rate`: the probability with which dropout sets a value to zero.
-    - `layout`: which mesh axes the batch is sharded over.
+    `place` is the number of the update within the layer: each has a dropout mask of its own.
+    Without `keys` there is no dropout.
     """
     spec = layout.spec("batch", None, None)
     if keys is not None and rate:
@@ -43,12 +39,8 @@ def two_updates(
 ) -> tuple[Float[Array, "batch seq embed"], Reported]:
     """A decoder layer: h = x + attend(x); y = h + feed_forward(h), with dropout on both updates.
 
-    - `x`: the residual stream.
-    - `attend`: the first update, with the norm before it.
-    - `feed_forward`: the second update, with the norm before it, and what a router reports.
-    - `add`: `add_to_stream` with all arguments but stream, update and `place`.
-
-    Returns y, and what `feed_forward` reports.
+    The norms are in the updates. `add` is `add_to_stream` with all arguments but stream, update and
+    `place`. Returns y, and what `feed_forward` reports.
     """
     h = add(x, attend(x), place=0)
     mixed, reported = feed_forward(h)

@@ -15,13 +15,10 @@ from nnx_pipeline.config.model import ModelConfig
 class Routing:
     """How experts are chosen, and what weights they get.
 
-    - `chosen`: how many experts are chosen for each token.
-    - `score`: `softmax` over all experts, or `sigmoid` of each expert alone.
-    - `normalize`: whether the weights of the chosen experts are divided by their sum.
-    - `scale`: multiplies the weights.
-    - `groups`: into how many groups of consecutive experts these are divided.
-    - `groups_per_token`: from how many of the groups the experts of a token are chosen.
-    - `weighs_bias`: whether the weights contain the bias of the chosen experts too.
+    `chosen` experts are chosen for each token, from `groups_per_token` of `groups` groups of
+    consecutive experts. Their weights contain their bias if `weighs_bias`, are divided by their sum
+    if `normalize`, and are multiplied by `scale`. The score is `softmax` over all experts, or
+    `sigmoid` of each expert alone.
     """
 
     chosen: int
@@ -34,7 +31,6 @@ class Routing:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Routing":
-        """The routing of a model."""
         return cls(
             config.num_experts_per_token,
             config.router_score,
@@ -53,13 +49,10 @@ def route(
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
     """The weights of the experts chosen for each token, and their numbers, the best one first.
 
-    - `logits`: the router's output for every expert.
-    - `routing`: how experts are chosen, and what weights they get.
-    - `bias`: added to the scores by which experts are chosen; it has no gradient, unless
-      `routing.weighs_bias`: then the weights are made of the same sums.
-
     A token goes to the experts with its largest scores, after the bias and within its best groups,
-    see `choose_experts`. Weights are computed in float32 and cast back to the dtype of the logits:
+    see `choose_experts`. The bias has no gradient, unless `routing.weighs_bias`: then the weights
+    are made of the same sums. Weights are computed in float32 and cast back to the dtype of the
+    logits:
 
         softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
                               all logits divided by the sum over the chosen ones (Qwen3-MoE with
@@ -107,10 +100,6 @@ def choose_experts(
 ) -> Int[Array, "*batch chosen"]:
     """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
 
-    - `scores`: of every expert.
-    - `routing`: how many experts are chosen, and from how many groups.
-    - `bias`: added to the scores.
-
     The best groups of a token are those in which the two largest scores have the largest sum.
     """
     if bias is not None:
@@ -127,17 +116,13 @@ def choose_experts(
 def combine_weights(
     weights: Float[Array, "*batch chosen"], experts: Int[Array, "*batch chosen"], num_experts: int
 ) -> Float[Array, "*batch experts"]:
-    """The weight of every expert for every token, 0 where it was not chosen.
-
-    - `weights`, `experts`: of the chosen experts, from `route`.
-    - `num_experts`: how many experts there are, the last axis of the result.
-    """
+    """The weight of every expert for every token, 0 where it was not chosen."""
     chosen = jax.nn.one_hot(experts, num_experts, dtype=weights.dtype)
     return jnp.sum(weights[..., None] * chosen, axis=-2)
 
 
 def not_padding(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"] | None:
-    """Which tokens are no padding, which is segment 0; None without segments."""
+    """False for padding, which is segment 0; None without segments."""
     return None if segment_ids is None else segment_ids != 0
 
 
@@ -187,7 +172,6 @@ class Usage(NamedTuple):
 
     @property
     def dropped(self) -> Float[Array, "*sequences"]:
-        """The share of the choices that no expert took."""
         # If there are none, 0 is computed from an array that a map over stages maps: in explicit
         # mode JAX joins no array that is mapped with one that is not.
         if self.share_dropped is None:
@@ -205,16 +189,10 @@ def expert_usage(
 ) -> Usage:
     """The usage of the experts by each sequence, in float32; the router's losses are made of it.
 
-    - `logits`: the router's output for every expert, in any floating dtype.
-    - `experts`: the numbers of the chosen experts, from `route`.
-    - `dropped`: the share of the choices that no expert took; None if all are taken.
-    - `score`: as of `Routing`.
-    - `real`: False for padding, which does not count; None if there is none.
-
     Its four numbers of a token and an expert are whether the expert was chosen, its probability
     p_e, its part -p_e · log p_e of the entropy, and its part s_e · (log Σ_e exp(logit_e))² of the
     squared log-sum, where s is the softmax, whose sum is 1. The mean over the sequences of a
-    microbatch is the usage of that microbatch.
+    microbatch is the usage of that microbatch. `real` is False for padding, which does not count.
     """
     logits = logits.astype(jnp.float32)
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -236,8 +214,6 @@ def expert_usage(
 
 def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
     """experts · Σ_e (choices of e per token) · (mean probability of e).
-
-    - `usage`: of one or several microbatches.
 
     This is the auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4), extended to k
     choices per token. It is k when the experts are used evenly, and usually more when they are not.
@@ -265,19 +241,13 @@ class RouterMetrics(NamedTuple):
 
     @classmethod
     def unpacked(cls, metrics: Float[Array, "numbers"] | None) -> "RouterMetrics":
-        """The metrics that a pipeline returns as one array, see `router_metrics`.
-
-        - `metrics`: None if the layers have no router.
-        """
+        """Of the one array that a pipeline returns; None if the layers have no router."""
         metrics = jnp.zeros(4, jnp.float32) if metrics is None else metrics
         return cls(metrics[0], metrics[1], metrics[2], metrics[3], metrics[4:])
 
 
 def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
-    """The `RouterMetrics` of one microbatch in one layer, as one array.
-
-    - `usage`: of the microbatch.
-    """
+    """The `RouterMetrics` of one microbatch in one layer, as one array."""
     first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
     choices = jnp.sum(usage.chosen)
     if usage.share_real is not None:  # a microbatch may be padding alone
@@ -286,9 +256,5 @@ def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
 
 
 def loss_weights(load_balance: float, z_loss: float, experts: int) -> np.ndarray:
-    """The weight of each number of `router_metrics` in the loss, float32.
-
-    - `load_balance`, `z_loss`: the weights of these two; all others have 0.
-    - `experts`: how many experts a router has.
-    """
+    """The weight of each number of `router_metrics` in the loss, float32."""
     return np.array([load_balance, z_loss, *[0.0] * (2 + experts)], np.float32)

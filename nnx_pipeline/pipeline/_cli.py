@@ -21,14 +21,7 @@ MOST_CELLS, MOST_DRAWN = 200_000, 20_000
 
 @dataclass(frozen=True)
 class Numbers:
-    """The options of `schedule` that give the size of its timetable.
-
-    - `stages`: the stages of the pipeline.
-    - `microbatches`: the microbatches of a step.
-    - `repeats`: how often each microbatch passes through all stages.
-    - `delay`: ticks, 1 or 2, until the output of a stage reaches the next stage.
-    - `layers`: the layers of the model, to show which stage has which.
-    """
+    """The options of `schedule` that give the size of its timetable."""
 
     stages: int | None
     microbatches: int | None
@@ -39,13 +32,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """The files of `schedule`.
-
-    - `picture`: where the timetable is drawn.
-    - `both`: where circular and 1f1b are drawn in one picture.
-    - `csv`: where it is written.
-    - `read`: where it is read from.
-    """
+    """The files of `schedule`; the timetable is written to all but `read`."""
 
     picture: str | None
     both: str | None
@@ -181,7 +168,7 @@ def _show_plan(
 
 
 def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
-    """Checks and shows a timetable that is read from a file."""
+    """Shows a timetable that is read from a file."""
     from nnx_pipeline.lab._report.output import check_outputs, emit_json, show
     from nnx_pipeline.pipeline._timetable.actions import read_csv
     from nnx_pipeline.pipeline._timetable.text import ActionsTable, summary_of_actions

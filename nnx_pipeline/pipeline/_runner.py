@@ -40,18 +40,14 @@ class Runner:
     """Runs the layers of a pipeline without owning them; `make_runner` makes one.
 
     The layers that its methods take are one callable pytree of variables `[repeats, stages, layers
-    per stage, …]` with `logical_axes`, as `make_layers` makes it. With ZeRO-1 it is `Zero1Layers`,
-    which holds the layers as they are stored and the shards that the gradient is computed for.
+    per stage, …]` with `logical_axes`, as `make_layers` makes it, or a list of them, one for each
+    kind. With ZeRO-1 they are `Zero1Layers`.
 
-    If there are several kinds of layers it is a list of such pytrees, one for each kind.
-
-    - `config`: how the layers run over the stages.
-    - `stack`: which layer is where.
     - `layout`: how activations are sharded, with an axis of copies where the layers run in copies.
-    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1
-      on the ambient mesh, have been removed from its `zero1`.
-    - `at_once`: whether all microbatches go through the layers at once even where there are
-      several, which the caller then does, on a mesh without stages.
+    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1 on
+      the ambient mesh, have been removed from its `zero1`.
+    - `at_once`: the caller sends all microbatches through the layers at once, on a mesh without
+      stages, even if there are several.
     """
 
     config: PipelineConfig
@@ -62,7 +58,6 @@ class Runner:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the layers were made for."""
         return self.stack.stages
 
     def run(
@@ -72,8 +67,7 @@ class Runner:
 
         - `layers`: the stacked layers, as `split_state` gives them. What the layers leave of their
           state, if they have any, is returned last.
-        - `x`: activations laid out by `batches.arrange`, an array or any pytree of arrays; the
-          result has the same layout.
+        - `x`: laid out by `batches.arrange`, as the result is.
         - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments.
         - `keys`: for dropout, as `sharding.dropout.sequence_keys` makes them; None leaves it out.
         """
@@ -110,12 +104,7 @@ class Runner:
     ) -> Any:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
-        - `layers`: the stacked layers.
-        - `ends`: what comes before and after the layers. Both functions work on one microbatch;
-          its activations have the axes of `batches.axes` without the first.
-        - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
-        - `side`, `keys`: as in `run`.
-        - `metric_weights`: the weight of each metric of a layer in the loss.
+        Arguments are as for `CircularPipeline.loss`, and `keys` as for `run`.
         """
         check_layer_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
@@ -140,9 +129,7 @@ class Runner:
         )
 
     def _as_activations(self, x: PyTree, rows: PyTree) -> PyTree:
-        """What `enter` made, with the batch sharded as in the outputs of the layers.
-
-        - `rows`: the inputs that it was made from.
+        """What `enter` made of these rows, with the batch sharded as in the outputs of the layers.
 
         Raises InputError unless it has the axes of the batch that the inputs have.
         """
@@ -188,7 +175,6 @@ class Runner:
 
     @property
     def in_microbatches(self) -> bool:
-        """Whether the batch goes through the layers microbatch by microbatch."""
         return not self.at_once and self.config.loops_on(self.num_stages)
 
     @overload
@@ -198,7 +184,6 @@ class Runner:
     def schedule(self, name: Literal["1f1b"]) -> OneForwardOneBackward: ...
 
     def schedule(self, name: str) -> Schedule:
-        """The schedule called `name`; raises InputError when its numbers do not fit together."""
         return make_schedule(
             name,
             stages=self.num_stages,
@@ -208,10 +193,7 @@ class Runner:
         )
 
     def split(self, shared: Side) -> BatchSplit | None:
-        """How the layers cut the batch of a call into parts.
-
-        - `shared`: what they read besides that has no axis of the batch.
-        """
+        """How the layers cut the batch of a call into parts."""
         if self.config.batch_split == 1:
             return None
         devices = self.layout.size("batch")
@@ -267,12 +249,6 @@ def make_runner(
     weights: WeightOptions = WeightOptions(),
 ) -> Runner:
     """Makes the runner for the ambient mesh.
-
-    - `config`: how the layers run over the stages.
-    - `num_layers`: the number of layers of the whole model.
-    - `kinds`: how many kinds of layers take turns.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `weights`: as for `CircularPipeline`.
 
     Raises InputError when the layers do not divide into stages, repeats and kinds. The number of
     microbatches is not checked here but when a batch comes, so that a model can be created on a

@@ -62,7 +62,6 @@ class Weights(NamedTuple):
     leave: PyTree  # of `ModelEnds.leave`, such as final norm and head
 
     def placed(self) -> "Weights":
-        """The weights where the loops read them."""
         ends = entry.as_arrays(self.enter), entry.as_arrays(self.leave)
         return Weights(ends[0], entry.place_stacked(self.stages), ends[1])
 
@@ -76,11 +75,7 @@ class Inputs(NamedTuple):
 
 
 def check_loss(ends: Any, inputs: Any, schedule: str) -> None:
-    """Raises InputError for arguments of a pipeline's loss of other types, or another schedule.
-
-    - `ends`, `inputs`: the arguments.
-    - `schedule`: the name of the schedule.
-    """
+    """Raises InputError for arguments of other types, or another schedule."""
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
         found = type(ends).__name__
         raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")

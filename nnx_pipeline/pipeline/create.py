@@ -49,10 +49,6 @@ def pipeline_of(
     rngs: nnx.Rngs,
     layout: Layout,
 ) -> CircularPipeline:
-    """The pipeline of a config on the ambient mesh; see `create_pipeline`.
-
-    - `weights`: what the loop does with weights.
-    """
     kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
     return kind(
         config.pipeline,

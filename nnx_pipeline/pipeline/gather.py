@@ -1,11 +1,11 @@
 """The option `fsdp_gather`: weights as they are stored, or gathered once and used in many ticks.
 
 A gathered weight is the same on every device along the mesh axes that it was gathered over. Its
-gradient is not: each device adds up the gradients of its own sequences. Both are arrays with an
-axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. After
-each visit, or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to
-where the weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once,
-after all visits.
+gradient is not: each device adds up the gradients of its own sequences. Both have an axis of
+copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. After each visit,
+or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to where the
+weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once, after all
+visits.
 """
 
 import dataclasses
@@ -45,14 +45,11 @@ class FsdpGather:
     prefetch: bool = False
 
     def of_repeats(self, repeats: int) -> "FsdpGather":
-        """The gather of a loop with so many repeats: with one there is none to prefetch."""
+        """With one repeat there is none to prefetch."""
         return dataclasses.replace(self, prefetch=self.prefetch and repeats > 1)
 
     def gather(self, params: PyTree) -> PyTree:
-        """Gathers stored weights: `[repeats, stages, …]` to `[repeats, stages, copies, …]`.
-
-        Without mesh axes to copy along, the weights are returned unchanged.
-        """
+        """Stored weights `[repeats, stages, …]` to `[repeats, stages, copies, …]`."""
         if not self.copies:
             return params
 
@@ -66,11 +63,7 @@ class FsdpGather:
         return self._on_each_device(one, params, params, self.specs, self._copy_specs)
 
     def zeros(self, params: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
-        """Accumulators for what `of_visit` returns; None for an array of integers.
-
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        - `dtype`: the dtype of the accumulators; None for that of the parameters.
-        """
+        """Accumulators for what `of_visit` returns; None for an array of integers."""
         if not self.copies:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
@@ -85,13 +78,11 @@ class FsdpGather:
         return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """The gradients of one visit, in the sharding of the accumulators.
-
-        - `gradients`: `[stages, copies, …]`, of gathered weights; None for an array of integers.
-        - `params`: the weights as they are stored, for the structure of their tree.
+        """The gradients of one visit, `[stages, copies, …]`, in the sharding of the accumulators.
 
         Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter in
-        its own dtype, so that no device holds full gradients of more than one visit.
+        its own dtype, so that no device holds full gradients of more than one visit. It is None for
+        an array of integers.
         """
         if not self.copies:
             return gradients
@@ -109,9 +100,6 @@ class FsdpGather:
 
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
         """Sums the accumulated gradients of copies, and shards the sum as the weights are stored.
-
-        - `gradients`: as `zeros` made the accumulators; None for an array of integers.
-        - `params`: the weights as they are stored, for the structure of their tree.
 
         The sum is made in the dtype of the gradients: by an all-reduce over the axes of `copies`,
         and if repeats were prefetched, by a reduce-scatter over the mesh axes of the gather.
@@ -139,8 +127,7 @@ class FsdpGather:
     def _kept(self, spec: P) -> tuple[str, ...]:
         """The axes of `copies` over which no reduce-scatter sums the gradient of a weight.
 
-        - `spec`: that of the weight as it is stored. One that is not sharded over the mesh axes of
-          the gather has copies along these too.
+        A weight that is not sharded over the mesh axes of the gather has copies along these too.
         """
         scattered = {name for _, names in self._gathered_axes(spec) for name in names}
         return tuple(name for name in self.copies if name not in scattered)
@@ -177,8 +164,7 @@ class FsdpGather:
     ) -> PyTree:
         """Calls `function(array, stored spec)` for every array on every device.
 
-        - `tree`: the arrays; None, for no gradient, stays None.
-        - `params`: gives the tree structure.
+        `params` gives the structure of the tree, in which None, for no gradient, stays None.
         """
         treedef: Any = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
@@ -201,13 +187,7 @@ class FsdpGather:
 
 
 def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
-    """This device's shard of an array axis.
-
-    - `x`: the device's part of the array.
-    - `axis`: the array axis to shard.
-    - `name`: the mesh axis to shard it over.
-    - `summed`: whether x differs between the devices along the mesh axis and is to be summed.
-    """
+    """This device's shard of an array axis; `summed` if x differs between the devices."""
     if summed:
         found: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return found
@@ -217,5 +197,4 @@ def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
-    """The mesh axes over which weights are gathered before the ticks that use them."""
     return ("fsdp",) if config.gathers_before_use else ()

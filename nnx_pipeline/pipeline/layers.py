@@ -50,7 +50,6 @@ def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
-    """The functions that make a layer of each kind; raises InputError unless they are functions."""
     kinds = [*layers] if isinstance(layers, Sequence) else [layers]
     wrong = [kind for kind in kinds if not callable(kind) or isinstance(kind, nnx.Module)]
     if wrong or not kinds:
@@ -70,21 +69,15 @@ def make_layers(
     rngs: nnx.Rngs,
     layout: Layout,
 ) -> Any:
-    """One module that holds all layers: each variable is `[repeats, stages, layers, …]`.
+    """One module that holds all layers, or a list of such modules if there are several kinds.
 
-    If there are several kinds it is a list of such modules.
-
-    - `kinds`: for each kind of layer, what makes one from random streams.
-    - `stack`: which layer is where.
-    - `microbatches`: how many there are: each has its own caches, `[repeats, stages, layers,
-      microbatches, …]`.
-    - `rngs`: whose `params` stream gives each layer a key of its own, which does not depend on the
-      mesh.
-    - `layout`: where the parameters are created.
+    Each variable is `[repeats, stages, layers, …]`, a cache `[repeats, stages, layers,
+    microbatches, …]`. The `params` stream of `rngs` gives each layer a key of its own, whatever the
+    mesh is.
 
     Raises InputError when a layer holds one variable in two places, the variable of another layer,
-    or an array in no variable, when the layers of a kind differ, and for `rngs` without a stream of
-    that name.
+    or an array in no variable, when the layers of a kind differ, and for `rngs` without a stream
+    `params`.
     """
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, "params"):
         streams = f" with the streams {[*rngs]}" if isinstance(rngs, nnx.Rngs) else ""
@@ -115,11 +108,7 @@ def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[An
 
 
 def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
-    """All layers of one kind.
-
-    - `make_layer`, `layout`: as of `make_layers`.
-    - `keys`: one for each layer, `[repeats, stages, layers]`.
-    """
+    """All layers of one kind, with a key for each: `[repeats, stages, layers]`."""
     # With the keys sharded over the stages, each stage computes the values of its own layers.
     keys = place(keys, layout.spec(None, "stage", None))
 
@@ -156,10 +145,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
-    """The side inputs of a layer, with the keys for dropout added as `keys`.
-
-    - `side`: what a layer reads besides the activations, by the names of its arguments.
-    - `keys`: `[batch, words]`, one row per sequence (`sharding.dropout`); None adds nothing.
+    """The side inputs of a layer, with the keys for dropout, `[batch, words]`, added as `keys`.
 
     Raises InputError for a side input with a name that a pipeline reserves.
     """
@@ -203,12 +189,7 @@ def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
 
 
 def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
-    """The axes that the metadata of a variable of a layer names; None for one that is whole.
-
-    - `number`: how many axes it has in one layer.
-
-    Raises InputError for logical axes of another number.
-    """
+    """The mesh axes of a variable with `number` axes in one layer; None for one that is whole."""
     own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
     if own is None:
         # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have

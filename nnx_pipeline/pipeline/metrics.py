@@ -1,9 +1,8 @@
 """Metrics that layers report besides activations, and how a pipeline combines their values.
 
-A layer reports one value per visit: for each microbatch, or for the whole batch at once where there
-is no pipeline, and for each copy where the batch is cut into copies (`Layout.copy`). Only the layer
-knows how these values combine, so it wraps each of them in a class that says so. The result and its
-gradient are then the same on every mesh and with every schedule and option.
+A layer reports one value per visit and copy of the batch. Only the layer knows how these values
+combine, so it wraps each of them in a class that says so. The result and its gradient are then the
+same on every mesh and with every schedule and option.
 """
 
 import math
@@ -91,16 +90,11 @@ def is_metric(leaf: Any) -> bool:
 
 
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
-    """Prepares the metrics of one layer call for being combined with the metrics of other calls.
+    """Prepares the metrics of one layer call, which saw so many microbatches, for `over_layers`.
 
     They come back in float32 or wider, with `stop_gradient` on each `Max`, and with the rows of
-    each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`.
-
-    - `metrics`: a pytree of wrapped metrics, as the layer returned it.
-    - `microbatches`: how many microbatches the call saw.
-
-    Raises InputError for a metric that is not wrapped in one of the classes above, or is not
-    floating.
+    each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`. Raises InputError for a
+    metric that is not wrapped, or not floating.
     """
 
     def one(path: Any, metric: Any) -> Declared:
@@ -122,16 +116,15 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
 
 
 def of_visit(metrics: PyTree) -> PyTree:
-    """The metrics of a stage function, turned into `Sum`, `Mean` and `Max` only; see `declared`."""
+    """The metrics of a stage function as `Sum`, `Mean` and `Max` only."""
     stacked = jax.tree.map(lambda leaf: leaf[None], declared(metrics))
     return over_layers(stacked)
 
 
 def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
-    """Combines the metrics of several layers into `Sum`, `Mean` and `Max` metrics of all of them.
+    """Combines metrics of several layers, each `[layers, …]`, into `Sum`, `Mean` and `Max`.
 
-    - `metrics`: each `[layers, …]`, as `declared` gives them.
-    - `copies`: the position of the axis of copies; None if there is no such axis.
+    `copies` is the position of the axis of copies, if there is one.
     """
     # Copies first: the function of a `MicrobatchMean` must see the mean of a whole microbatch.
     if copies is not None:
@@ -154,9 +147,6 @@ def over_kinds(
     - `real`: for each kind bool `[layers]`, False where a layer is padding, with an axis of copies
       as the metrics have it; None without padding.
     - `counts`: how many layers of each kind there are in a call, in the mean over all calls.
-    - `copies`: as for `over_layers`.
-
-    Raises InputError for metrics of different kinds that are not alike.
     """
     if len(found) == 1 and real[0] is None:
         return over_layers(found[0], copies=copies)
@@ -185,11 +175,7 @@ def over_kinds(
 
 
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
-    """Combines the metrics of all visits.
-
-    - `metrics`: each `[ticks, stages, …]`.
-    - `active`: bool `[ticks, stages]`, False in a bubble; the metrics of bubbles do not count.
-    """
+    """Combines metrics `[ticks, stages, …]` of all visits; bubbles do not count."""
 
     def one(metric: Metric) -> Metric:
         spec = P(None, stage_axis())
@@ -203,11 +189,9 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
-    """Combines the metrics of one tick with the totals of the ticks before.
+    """Combines metrics `[stages, …]` of one tick with the totals of the ticks before.
 
-    - `active`: bool `[stages]`, False in a bubble; the metrics of bubbles do not count.
-    - `totals`: each `[stages, …]`; before the first tick, the `identity` of each metric.
-    - `new`: the metrics of the tick, each `[stages, …]`.
+    Before the first tick the totals are the `identity` of each metric; bubbles do not count.
     """
 
     def one(total: Metric, metric: Metric) -> Metric:
@@ -220,29 +204,23 @@ def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
-    """Combines the totals of all stages.
-
-    - `totals`: each `[stages, …]`, as `include` has built them up.
-    - `visits`: how many visits went into them, over all stages together; bubbles are not counted.
-    """
+    """Combines totals `[stages, …]`, into which `visits` visits of all stages went."""
     return _total(totals, axes=(0,), visits=visits)
 
 
 def identity(metric: Metric) -> float:
-    """The value that changes nothing when it is combined with other values of the metric."""
+    """The value that changes nothing when it is combined with others."""
     return -math.inf if isinstance(metric, Max) else 0.0
 
 
 def values(metrics: PyTree) -> PyTree:
-    """The arrays of the metrics, without the classes that wrap them."""
     return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_metric)
 
 
 def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
     """The arrays of the metrics; asking for the gradient of a `Max` raises InputError.
 
-    - `metrics`: wrapped metrics.
-    - `besides`: the activations that are returned together with the metrics.
+    `besides` are the activations that are returned together with the metrics.
     """
 
     def one(metric: Metric) -> Array:
@@ -261,10 +239,7 @@ _MAX_HAS_NONE = (
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
     """The weight of each metric in the loss, as a tree like the metrics.
 
-    - `weights`: one number for all metrics, or a tree of numbers like the metrics, in which
-      None means 0.
-    - `metrics`: wrapped metrics.
-
+    `weights` is one number for all, or a tree of numbers like the metrics, in which None means 0.
     Raises InputError for a tree of another structure, and for a weight on a `Max`.
     """
 
@@ -285,12 +260,7 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
 
 
 def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
-    """The loss to minimise, and its two parts: the loss alone, and the values of the metrics.
-
-    - `loss`: without the metrics.
-    - `metrics`: wrapped metrics of the whole batch.
-    - `weights`: the weight of each in the loss, as for `weights_like`.
-    """
+    """The loss to minimise, and its two parts: the loss alone, and the values of the metrics."""
 
     def share(weight: Any, metric: Metric) -> Array:
         weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
@@ -304,8 +274,6 @@ def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
     """The metrics of a visit, without a gradient where their weight in the loss is 0.
 
     Where a derivative is infinite, 0 times that would be NaN.
-
-    - `weights`: as for `weights_like`.
     """
     return jax.tree.map(
         lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
@@ -315,7 +283,6 @@ def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
 
 
 def counts(weight: Any) -> bool:
-    """Whether a metric weight may be other than 0: it is traced, or known not to be 0."""
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
 
 
@@ -338,12 +305,7 @@ def _fold(metrics: PyTree, axis: int) -> PyTree:
 
 
 def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
-    """The share of the layers of one kind in a metric of all.
-
-    - `metric`: `[layers of the kind, …]`.
-    - `real`: False where a layer is padding; None without padding.
-    - `layers`: how many layers of all kinds a mean is over.
-    """
+    """The share of the layers of one kind, `[layers, …]`, in a metric of all `layers`."""
     value = metric.value
     if real is not None:
         value = where(real, value, jnp.full_like(value, identity(metric)))
@@ -352,7 +314,6 @@ def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
 
 
 def _check_alike(totals: Sequence[PyTree]) -> None:
-    """Raises InputError unless the metrics of all kinds have the same structure and shapes."""
     said = [
         str(
             jax.tree.map(
@@ -387,16 +348,12 @@ def _total(metrics: PyTree, *, axes: tuple[int, ...], visits: int) -> PyTree:
 
 
 def _mean_of_rows(microbatches: int, rows: Array) -> Array:
-    """Means over the sequences of each microbatch: `[batch, …]` to `[microbatches, …]`.
-
-    They are whole on every device of the mesh, or of a stage.
-    """
+    """`[batch, …]` to `[microbatches, …]`, whole on every device of the mesh, or of a stage."""
     rows = place(rows, P(*[None] * rows.ndim))
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
 
 
 def _rows(name: str, value: Any) -> Array:
-    """Rows of a `MicrobatchMean`; raises InputError unless they are floating `[batch, …]`."""
     if not jnp.ndim(value):
         raise InputError(
             f"{name} of a layer is a MicrobatchMean of {_type(value)}; its rows must have the axis "

@@ -193,10 +193,7 @@ class CircularPipeline(nnx.Module):
 
 
 def _sequences_of(inputs: PyTree) -> int:
-    """The number of sequences of a batch `[batch, …]`; 0 for what is none, which is refused later.
-
-    - `inputs`: any pytree of arrays.
-    """
+    """The number of sequences of `[batch, …]`; 0 for what is none, which is refused later."""
     shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(inputs)]
     return int((*(shapes or [()])[0], 0)[0])
 

@@ -25,7 +25,7 @@ class Visits(NamedTuple):
     active: np.ndarray  # bool, False in a bubble
 
     def at(self, tick: int, stage: int) -> ScheduledVisit | None:
-        """What `stage` does at `tick`; None in a bubble."""
+        """What a stage does at a tick; None in a bubble."""
         if not self.active[tick, stage]:
             return None
         return ScheduledVisit(int(self.microbatch[tick, stage]), int(self.repeat[tick, stage]))
@@ -75,12 +75,11 @@ class CircularSchedule:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks of the loop."""
         return self.microbatches * self.repeats + self.bubble_ticks
 
     @property
     def bubble_ticks(self) -> int:
-        """The number of ticks in which a stage is idle, the same for every stage."""
+        """Ticks in which a stage is idle, the same for every stage."""
         return self.delay * (self.stages - 1)
 
     @property
@@ -90,13 +89,12 @@ class CircularSchedule:
 
     @functools.cached_property
     def visits(self) -> Visits:
-        """The timetable."""
         time = np.arange(self.ticks)[:, None] - self.delay * np.arange(self.stages)
         repeat, microbatch = np.divmod(time, self.microbatches)
         return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers and the timetable as JSON: [microbatch, repeat] by tick and stage."""
+        """The numbers and the timetable: [microbatch, repeat] by tick and stage."""
         return {
             "schedule": "circular",
             "stages": self.stages,
@@ -136,7 +134,7 @@ class CircularSchedule:
 
     @property
     def first_output_tick(self) -> int:
-        """The tick in which the last stage applies its layers to microbatch 0 for the last time."""
+        """The tick in which the last stage gives out microbatch 0."""
         return self.microbatches * (self.repeats - 1) + self.bubble_ticks
 
 
@@ -144,16 +142,14 @@ class CircularSchedule:
 class OneForwardOneBackward:
     """The 1F1B schedule: each stage makes one forward and one backward visit at each tick.
 
-    - `stages`: their number S.
-    - `microbatches`: their number M.
+    - `stages`, `microbatches`: their numbers S and M.
     - `repeats`: how often a microbatch passes all stages, R; with 2 or more it is interleaved 1F1B.
 
     A group of S microbatches goes through all repeats before the next group enters, so that the
     first stage takes the output of the last one as soon as it arrives. At tick t stage s makes its
     forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted from 0. So the
-    last stage makes the first backward visit of a microbatch in the same tick as its last forward
-    visit, and outputs and cotangents travel one stage per tick. Backward visits go through the
-    repeats from the last to the first.
+    last stage makes both visits of a microbatch in one tick, and outputs and cotangents travel one
+    stage per tick. Backward visits go through the repeats from the last to the first.
 
     A stage stores the residuals of a forward visit for 2 · (S · (R - repeat) - s) - 1 ticks,
     counting the ticks of both visits. So the first stage stores the most, those of
@@ -176,17 +172,16 @@ class OneForwardOneBackward:
 
     @property
     def visits(self) -> int:
-        """The number of forward visits of each stage, which makes as many backward visits."""
+        """The number of forward visits of each stage, and of backward visits."""
         return self.microbatches * self.repeats
 
     @property
     def ticks(self) -> int:
-        """The number of ticks of the loop: its three phases together."""
         return self.visits + self.warmup + self.stages - 1
 
     @property
     def warmup(self) -> int:
-        """Ticks from the first forward visit of all to the first backward visit: S · R - 1."""
+        """Ticks before the first backward visit: S · R - 1."""
         return self.stages * self.repeats - 1
 
     @property
@@ -196,10 +191,7 @@ class OneForwardOneBackward:
 
     @property
     def bubble_share(self) -> float:
-        """The fraction of the time in which a stage is idle, between 0 and 1.
-
-        It does not depend on what a backward visit costs, as each direction has the same fraction.
-        """
+        """The share of the time in which a stage is idle, whatever a backward visit costs."""
         return self.bubble_ticks / (self.visits + self.bubble_ticks)
 
     @property
@@ -212,9 +204,8 @@ class OneForwardOneBackward:
         """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`.
 
         A slot is free again in the tick after the backward visit that reads it. All stages take the
-        slots of the first one, which stores a visit for the longest time. So there are as many as
-        the first stage needs. The S - 1 entries after the last visit are for the bubbles that
-        follow it, whose values are stored for a tick.
+        slots of the first one, which stores a visit longest. The S - 1 entries after the last visit
+        are for the bubbles that follow it, whose values are stored for a tick.
         """
         number = np.arange(self.visits + self.stages - 1)
         repeat = number // self.stages % self.repeats
@@ -237,19 +228,17 @@ class OneForwardOneBackward:
 
     @functools.cached_property
     def forward(self) -> Visits:
-        """The timetable of the forward visits."""
         return self._visits(self._ticks - np.arange(self.stages))
 
     @functools.cached_property
     def backward(self) -> Visits:
-        """The timetable of the backward visits."""
         # They have the order of forward visits, but count the repeats from the last.
         done = self._visits(self._ticks - self.warmup - np.arange(self.stages)[::-1])
         return done._replace(repeat=np.where(done.active, self.repeats - 1 - done.repeat, 0))
 
     @property
     def written(self) -> np.ndarray:
-        """The slot of the ring that each stage writes at each tick: int32 `[ticks, stages]`."""
+        """The slot that each stage writes at each tick: int32 `[ticks, stages]`."""
         last = len(self.slots) - 1
         return self.slots[np.clip(self._ticks - np.arange(self.stages), 0, last)]
 
@@ -265,7 +254,7 @@ class OneForwardOneBackward:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The same as for the circular schedule, with backward timetable, phases and ring slots.
+        """As of the circular schedule, with backward timetable, phases and ring slots.
 
         A phase is written as its first tick and the tick after its last.
         """
@@ -293,7 +282,7 @@ class OneForwardOneBackward:
         return np.arange(self.ticks)[:, None]
 
     def _visits(self, number: np.ndarray) -> Visits:
-        """The visits with these numbers: S microbatches go through all repeats, then the next S."""
+        """S microbatches go through all repeats, then the next S."""
         rounds, place = np.divmod(number, self.stages)
         group, repeat = np.divmod(rounds, self.repeats)
         return _visits(group * self.stages + place, repeat, _within(number, self.visits))

@@ -33,12 +33,11 @@ class Reads(NamedTuple):
 class Visit:
     """The visits of all stages at one tick.
 
-    - `apply`: (`Reads`, moving) to (moving, metrics), where moving is activations and the state of
-      the layers. It is for one stage if `by_stage`, else for all stages.
-    - `by_stage`: whether each stage has residuals of its own, `[stages, …]`.
-    - `grad_dtype`: the dtype of the gradient accumulators; None for the dtype of the parameters.
-    - `fsdp_gather`: which weights are gathered before the loop.
-    - `needed`: whether the gradient of each parameter is asked for; None for all of them.
+    `apply` takes (`Reads`, moving) to (moving, metrics), where moving is activations and the state
+    of the layers. If `by_stage`, it is for one stage, and each stage has residuals of its own,
+    `[stages, …]`; else it is for all stages. `needed` says whether the gradient of each parameter
+    is asked for; None for all of them. Gradients add up in `grad_dtype`, or in that of the
+    parameters.
     """
 
     apply: Callable[[Reads, Moving], tuple[Moving, PyTree]]
@@ -72,10 +71,7 @@ class Visit:
         """The cotangents of what the visits read, and of their input; None for integers.
 
         If `by_stage`, each stage has cotangents of its own for what the stage function closes over.
-
-        - `residuals`: the residuals.
-        - `d_y`, `d_metrics`: the cotangents of outputs and metrics.
-        - `state`: a tree like the state of a visit, which has no gradient.
+        `state` is a tree like the state of a visit, which has no gradient.
         """
         given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
         if not self.by_stage:
@@ -89,18 +85,13 @@ class Visit:
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:
-        """The accumulators of the gradients, as `add` takes them.
-
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        """
+        """The accumulators of the gradients of `[repeats, stages, …]`, as `add` takes them."""
         return repeats.split_repeats(self.only(self.fsdp_gather.zeros(params, self.grad_dtype)))
 
     def add(self, totals: PyTree, d_weights: PyTree, repeat: Array) -> PyTree:
-        """Adds the gradients of one visit of each stage.
+        """Adds the gradients of one visit of each stage, at the repeat that the stage was at.
 
-        - `totals`: the accumulators.
-        - `d_weights`: the gradients, `[stages, …]`, from `FsdpGather.of_visit`.
-        - `repeat`: int32 `[stages]`, the repeat that each stage was at.
+        `d_weights` is `[stages, …]`, from `FsdpGather.of_visit`.
         """
         return repeats.add_at_repeat(totals, d_weights, over_stage(repeat))
 
@@ -114,20 +105,12 @@ class Visit:
 
 
 def weights_of(split: PyTree, repeat: Array) -> PyTree:
-    """The parameters of each stage for the repeat that it is at, `[stages, …]`.
-
-    - `split`: all parameters, as `split_to_read` returns them.
-    - `repeat`: int32 `[stages]`.
-    """
+    """The parameters of each stage for the repeat that it is at, `[stages, …]`."""
     return repeats.select(split, over_stage(repeat))
 
 
 def side_of(side: PyTree, microbatch: Array) -> PyTree:
-    """The side inputs of the microbatch that each stage works on, `[stages, …]`.
-
-    - `side`: `[microbatches, …]`.
-    - `microbatch`: int32 `[stages]`.
-    """
+    """The side inputs of the microbatch that each stage works on, `[stages, …]`."""
     return jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), side)
 
 

@@ -25,10 +25,11 @@ from nnx_pipeline.sharding.layout import Layout, P
 class CapacityExperts:
     """Σ over the choices that are kept of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
 
-    Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`.
-    A choice after these is dropped: it adds nothing, and the weights of the token's other choices
-    stay as they are. The limit is one per sequence, so that the choices that are dropped depend on
-    the sequence alone: not on the mesh, the schedule or the number of microbatches.
+    Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`;
+    `factor` is how much more than an even share that is. A choice after these is dropped: it adds
+    nothing, and the weights of the token's other choices stay as they are. The limit is one per
+    sequence, so that the choices that are dropped depend on the sequence alone: not on the mesh,
+    the schedule or the number of microbatches.
 
     All shapes are fixed. A device copies the tokens of its sequences to the slots `[experts,
     sequences, capacity, embed]`, and the products of the experts are one batched product.
@@ -47,8 +48,6 @@ class CapacityExperts:
 
     Results are never recomputed: the weights multiply the hidden units, so that no gradient needs
     them. Beside the mesh axis `tensor` each device sends the same slots, and partial results.
-
-    - `factor`: how much more than an even share an expert takes.
     """
 
     factor: float
@@ -56,7 +55,7 @@ class CapacityExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Sends the choices that are kept through their experts; arguments as for `DenseExperts`.
+        """Arguments are as for `DenseExperts`.
 
         Raises InputError for a layout in which devices that share the experts, or the width of a
         kernel, have the same tokens.
@@ -79,9 +78,7 @@ class _OnDevice(OnDevices):
     """What a device computes for its own experts, and what it exchanges with others.
 
     Rows of the experts of a device are `[devices, experts of a device, rows, …]`; the rows are the
-    slots of all devices that share the experts.
-
-    - `capacity`: how many choices of a sequence an expert takes.
+    slots of all devices that share the experts. An expert takes `capacity` choices of a sequence.
     """
 
     capacity: int
@@ -97,8 +94,6 @@ class _OnDevice(OnDevices):
         return P(self.batch or None, None, None, self.mlp or None)
 
     def assign(self, experts: Int[Array, "batch seq chosen"]) -> Slots:
-        """The slots of the choices of all sequences."""
-
         def local(experts: Array) -> tuple[Array, ...]:
             return tuple(assign_slots(experts, self.experts, self.capacity))
 
@@ -118,11 +113,7 @@ class _OnDevice(OnDevices):
         return rows
 
     def to_tokens(self, rows: Array, slots: Slots, dtype: jax.typing.DTypeLike) -> Array:
-        """The sum of each token's rows, over the parts of the hidden units too.
-
-        - `rows`: `[own, rows, embed]`, this device's part.
-        - `dtype`: of the result; it is summed in float32.
-        """
+        """The sum of each token's rows, over the parts of the hidden units too, in float32."""
         return self.over_parts(from_slots(self.from_owners(rows), slots)).astype(dtype)
 
     def open(
@@ -199,10 +190,7 @@ class _OnDevice(OnDevices):
         return rows
 
     def _shares(self, weights: Array, slots: Slots) -> Array:
-        """The weights of the choices of all slots, where their experts are.
-
-        They are `[devices, own, rows, 1]`, and 0 in empty slots.
-        """
+        """The weights of all slots, where their experts are: `[devices, own, rows, 1]`."""
 
         def local(weights: Array, *slots: Array) -> tuple[Array, ...]:
             return (self.to_owners(of_slots(weights, Slots(*slots)))[None, ..., None],)

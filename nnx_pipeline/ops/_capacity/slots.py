@@ -36,11 +36,6 @@ class Slots(NamedTuple):
 def capacity_of(length: int, chosen: int, experts: int, factor: float) -> int:
     """How many choices of one sequence an expert takes: ⌈seq · chosen · factor / experts⌉.
 
-    - `length`: how many tokens the sequence has.
-    - `chosen`: how many experts are chosen for each token.
-    - `experts`: how many experts there are.
-    - `factor`: how much more than an even share an expert takes.
-
     No expert is chosen more than once for a token, so the result is `length` at most. The factor
     counts as the decimal number that is written: 1.1 times 10 choices are 11, and not 12.
     """
@@ -50,14 +45,10 @@ def capacity_of(length: int, chosen: int, experts: int, factor: float) -> int:
 def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capacity: int) -> Slots:
     """Gives the choices of each sequence to the slots of their experts, until these are full.
 
-    - `experts`: the number of each chosen expert, the best one of a token first; `num_experts` for
-      padding, which takes no slot.
-    - `num_experts`, `capacity`: how many experts there are, and how many slots each has for a
-      sequence.
-
     As in GShard (Lepikhin et al., 2020, algorithm 1), the first choices of all tokens come before
     all second ones, and so on, and equal ones in the order of the tokens. With one choice per token
-    this is the rule of Switch Transformer (Fedus et al., 2021).
+    this is the rule of Switch Transformer (Fedus et al., 2021). Padding has the expert
+    `num_experts`, and takes no slot.
     """
 
     def one(experts: Array) -> tuple[Array, Array]:
@@ -106,10 +97,7 @@ def of_choices(
 def from_slots(
     rows: Float[Array, "experts batch capacity embed"], slots: Slots
 ) -> Float[Array, "batch seq embed"]:
-    """The sum of the slots of each token, in float32; the transpose of `to_slots`.
-
-    A token gets 0 if all its choices are dropped.
-    """
+    """The sum of the slots of each token, in float32; the transpose of `to_slots`."""
     flat, places = rows.reshape(-1, rows.shape[-1]), _slots_by_choice(slots)
     total = jnp.zeros((*places.shape[:2], flat.shape[-1]), jnp.float32)
     for number in range(places.shape[2]):  # an array of all of them would be larger than x
@@ -118,11 +106,9 @@ def from_slots(
 
 
 def _by_expert(numbers: Array, filled: Array, each: int) -> Array:
-    """Positions in an array of all sequences, `[experts, batch, capacity]`.
+    """Positions in an array of all sequences, `[experts, batch, capacity]`, from those in one.
 
-    - `numbers`: positions in one sequence, `[batch, experts, capacity]`.
-    - `filled`: False in an empty slot, which gets a position after the end.
-    - `each`: how many positions a sequence has.
+    An empty slot gets a position after the end; a sequence has `each` positions.
     """
     batch = len(numbers)
     first = jnp.arange(batch)[:, None, None] * each

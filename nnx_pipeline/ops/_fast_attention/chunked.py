@@ -31,12 +31,7 @@ _Carry = tuple[Array, ...]
 
 
 class Tiling(NamedTuple):
-    """Which scores exist, and how many at a time.
-
-    - `window`: as for `attention.allowed`.
-    - `block`: how many queries, and how many keys, a tile has.
-    - `cap`: the bound of the scores; None for no bound.
-    """
+    """`block` queries and keys make a tile; `cap` bounds the scores."""
 
     window: int | None
     block: int
@@ -45,10 +40,6 @@ class Tiling(NamedTuple):
 
 def tiles_needed(length: int, block: int, window: int | None) -> Int[np.ndarray, "tiles 2"]:
     """The numbers of query block and key block of each tile in which a query may read a key.
-
-    - `length`: tokens of a sequence.
-    - `block`: tokens of a block.
-    - `window`: as for `attention.allowed`.
 
     A block of queries follows the other, and its own keys come last.
     """
@@ -65,12 +56,7 @@ def attend_by_tiles(
     value: Float[Array, "batch seq kv_heads value_dim"],
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
-    """softmax(query · keyᵀ, masked) · value; one tile of scores exists at a time.
-
-    - `tiling`: the window, and the size of a tile.
-    - `query`: multiplied by the scale of the scores.
-    - `key`, `value`: of the same dtype.
-    - `segment_ids`: see `attention.allowed`.
+    """softmax(query · keyᵀ, masked) · value of scaled queries; one tile of scores exists at a time.
 
     The products of a tile give the dtype of the inputs, as in `dot_product_attention`: with scores
     in float32 a layer of Mixtral 8x7B takes 254 MB of temp instead of 187 on a TPU v5p. All else,

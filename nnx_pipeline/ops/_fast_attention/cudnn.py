@@ -24,8 +24,6 @@ class CuDNN:
 
     Packed sequences are refused: what cuDNN takes is the offset of each segment, a layout of its
     own, and a mask as an array would be quadratic in the sequence.
-
-    - `window`: as for `attention.allowed`.
     """
 
     window: int | None = None
@@ -36,10 +34,7 @@ class CuDNN:
         key: Float[Array, "batch seq kv_heads head_dim"],
         value: Float[Array, "batch seq kv_heads head_dim"],
     ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
-        """softmax(query · keyᵀ, masked) · value, with cuDNN's own derivative.
-
-        - `query`: multiplied by the scale of the scores.
-        """
+        """softmax(query · keyᵀ, masked) · value of scaled queries, with cuDNN's own derivative."""
         batch, length, kv_heads, queries, head_dim = query.shape
         mixed = jax.nn.dot_product_attention(
             query.reshape(batch, length, kv_heads * queries, head_dim),
@@ -62,10 +57,7 @@ def check_cudnn(
 ) -> None:
     """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
 
-    - `head_dims`: width of a query or key head, and of a value head.
-    - `dtype`: of queries, keys and values.
-    - `packed`: whether there are segment ids.
-    - `soft_cap`: the bound of the scores; None for no bound.
+    `head_dims` are the widths of a query or key head, and of a value head.
     """
     (head_dim, value_dim), reason = head_dims, None
     name = jax.numpy.dtype(dtype).name

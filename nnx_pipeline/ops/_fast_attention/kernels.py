@@ -50,10 +50,8 @@ def chunked_attention(
 ) -> _Output:
     """`dot_product_attention` in memory that is linear in the sequence, on every platform.
 
-    - `options`: its `block` is how many queries and keys a tile of scores has; None for `TILE`. The
-      mask is computed tile by tile.
-
-    The other arguments are as for `dot_product_attention`.
+    A tile of scores has `options.block` queries and keys, or `TILE`; the mask is computed tile by
+    tile.
     """
     tiling = Tiling(options.window, options.block or TILE, options.soft_cap)
 
@@ -75,10 +73,8 @@ def flash_attention(
 ) -> _Output:
     """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU.
 
-    - `options`: its `block` has to be None, because kernels have blocks of their own.
-
-    The other arguments are as for `dot_product_attention`. Raises InputError for what the kernel
-    of the platform does not support, and on a CPU, which has none.
+    Raises InputError for a block, because kernels have blocks of their own, for what the kernel of
+    the platform does not support, and on a CPU, which has none.
     """
     if options.block is not None:
         raise InputError(
@@ -111,7 +107,7 @@ def auto_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """The kind of attention that `chosen` names for these arrays, with the same arguments."""
+    """The kind of attention that `chosen` names for these arrays."""
     kind = chosen("auto", query.shape[1], query.dtype)
     return KERNELS[kind](query, key, value, segment_ids, grouped=grouped, options=options)
 
@@ -126,11 +122,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_platform(kind: str, platform: str) -> None:
-    """Raises InputError for a kind of attention that a platform has no kernel for.
-
-    - `kind`: of `KERNELS`.
-    - `platform`: as `mesh.ambient_platform` names it.
-    """
+    """Raises InputError for a kind of attention that a platform has no kernel for."""
     if kind == "flash" and platform not in ("tpu", "gpu"):
         raise InputError(
             "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
@@ -141,10 +133,8 @@ def check_platform(kind: str, platform: str) -> None:
 def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
     """The kind of attention that is computed on the ambient platform.
 
-    - `kind`: of `KERNELS`. `auto` is `flash` on a TPU whose kernel takes the sequence, and
-      elsewhere `dot_product` up to `SHORT` tokens and `chunked` for more.
-    - `length`: tokens of a sequence.
-    - `dtype`: of queries, keys and values.
+    `auto` is `flash` on a TPU whose kernel takes the sequence, and elsewhere `dot_product` up to
+    `SHORT` tokens and `chunked` for more.
     """
     if kind != "auto":
         return kind
@@ -161,10 +151,8 @@ def _on_devices(
 ) -> Array:
     """Each device computes its own sequences and heads.
 
-    - `kernel`: of the arrays of one device, without segment ids where there are none.
-    - `arrays`: query in groups, key, value and segment ids.
-    - `grouped`: sharding of the query and of what the kernel returns.
-    - `whole`: further arguments, which every device has whole.
+    The arrays are query in groups, key, value and segment ids; every device has those of `whole`
+    whole. `kernel` gets no segment ids where there are none.
     """
     keys = P(*grouped[:3], None)
     specs = [grouped, keys, keys, P(grouped[0], None)]

@@ -23,11 +23,7 @@ class Splash:
     """Splash attention; the kernel computes the mask, causal or of a sliding window.
 
     It leaves tiles out in which no query may read a key, and reads grouped keys and values without
-    repeating them.
-
-    - `window`: as for `attention.allowed`.
-    - `cap`: the bound of the scores, see `ops.attention.soft_cap`; None for no bound.
-    - `interpret`: whether the kernel is interpreted, for tests where there is no TPU.
+    repeating them. `interpret` is for tests where there is no TPU.
     """
 
     window: int | None = None
@@ -36,11 +32,7 @@ class Splash:
 
     @staticmethod
     def obstacle(length: int, dtype: jax.typing.DTypeLike) -> str | None:
-        """Why the kernel cannot be compiled, with the cure; None if it can.
-
-        - `length`: tokens of a sequence.
-        - `dtype`: of queries, keys and values.
-        """
+        """Why the kernel cannot be compiled, with the cure; None if it can."""
         if length % LANES:
             return (
                 f"a sequence of {counted(length, 'token')} does not divide into blocks of {LANES}; "
@@ -53,10 +45,8 @@ class Splash:
     def masks(self, length: int, queries: int) -> tuple[list[Array], jax.tree_util.PyTreeDef]:
         """The arrays of the kernel, which say what its tiles are, and their structure.
 
-        - `length`: tokens of a sequence.
-        - `queries`: query heads of a key-value head.
-
-        They are arguments of the function of one device: see `chunked.computed_tiles`.
+        They are arguments of the function of one device: see `chunked.computed_tiles`. A key-value
+        head has `queries` query heads.
         """
         # Importing Pallas takes a second.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -91,12 +81,10 @@ class Splash:
         value: Float[Array, "batch seq kv_heads value_dim"],
         *rest: Array,
     ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
-        """softmax(query · keyᵀ, masked) · value, with the kernel's own derivative.
+        """softmax(query · keyᵀ, masked) · value of scaled queries, with a derivative of its own.
 
-        - `structure`: of `masks`.
-        - `query`: multiplied by the scale of the scores.
-        - `rest`: the arrays of `masks`, before them int32[batch, seq] segment ids, if there are
-          any: a query reads keys of its own segment.
+        `rest` are the arrays of `masks`, before them int32[batch, seq] segment ids, if there are
+        any: a query reads keys of its own segment.
         """
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -24,8 +24,6 @@ def product(
     - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if `how.transposed`.
     - `sizes`: how many rows each of all groups has, one group behind the other.
     - `first`: the group of the first kernel.
-    - `out`: in the dtype of `rows`, or None.
-    - `how`: a step of the loop multiplies the rows of a tile.
 
     The products add up in float32, and the result has the dtype of `rows`.
     """
@@ -62,11 +60,8 @@ def outer(
 ) -> Float[Array, "count into out_of"]:
     """Σ over the rows of each of some groups of leftᵀ · right: the gradient of their kernels.
 
-    - `sizes`, `first`, `how`: as for `product`.
-    - `count`: the number of these groups.
-
-    Rows of other groups may hold anything. The sum is made in float32, and the result has the
-    dtype of `left`.
+    There are `count` of these groups. Rows of other groups may hold anything. The sum is made in
+    float32, and the result has the dtype of `left`.
     """
     tile, *_ = how.tile
     lefts = left.reshape(-1, tile, left.shape[1])
@@ -95,9 +90,7 @@ def _over_visits(
 ) -> Array:
     """The state after all visits; a visit without rows is skipped.
 
-    - `visit`: (state, group, tile, bounds) to the state.
-    - `start`: the state before.
-    - `rows`: what `visits` returns.
+    `visit` maps (state, group, tile, bounds) to the state, and `rows` is what `visits` returns.
     """
 
     def step(state: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:

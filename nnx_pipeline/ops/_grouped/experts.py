@@ -33,8 +33,8 @@ class GroupedExperts:
 
     Each device sorts the choices of its tokens by expert, and multiplies the rows of each expert by
     that expert's kernels. No token is dropped, and none is computed by an expert that was not
-    chosen for it. So the work is the active parameters', but for rows that fill up a tile.
-    There are as many rows as choices, however these are spread over the experts.
+    chosen for it. So the work is the active parameters', but for rows that fill up a tile. There
+    are as many rows as choices, however these are spread over the experts.
 
     Where experts are sharded over the mesh axis `expert`, each device along it computes its own
     experts for the tokens of all, which it gathers; the results are scattered back. That sends each
@@ -44,9 +44,8 @@ class GroupedExperts:
     How many rows are multiplied is known when the program runs. Estimates from the program take
     each expert to have as many as the others.
 
-    - `group`: for how many experts of a device kernels are gathered, and multiplied, at a time; it
-      divides their number. None takes all of them.
-    - `tiles`: the numbers of `products_for`.
+    Kernels are gathered, and multiplied, for `group` experts of a device at a time; None takes all
+    of them. `tiles` are the numbers of `products_for`.
 
     A scan runs over the groups. A small group saves memory, because the kernels of one group are
     gathered at a time, and the gradients of one are whole at a time. It takes time: gathers wait
@@ -61,7 +60,7 @@ class GroupedExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Sends all tokens through their experts; arguments as for `DenseExperts`.
+        """Arguments are as for `DenseExperts`.
 
         Raises InputError for a layout in which devices that share the experts, or the width of a
         kernel, have the same tokens, and for a group that does not divide a device's experts.
@@ -86,10 +85,8 @@ class GroupedExperts:
 class _Groups(NamedTuple):
     """Some experts of a device, and what has been computed for those before them.
 
-    - `products`: how groups of rows are multiplied.
-    - `sizes`: how many rows each expert of the device has.
-    - `some`: which experts these are; None for all of the device.
-    - `results`: rows of all experts, to which these add theirs; None for all of the device.
+    These add their rows to `results`, rows of all experts. Both `some` and `results` are None for
+    all experts of the device.
     """
 
     products: GroupedProducts
@@ -100,17 +97,13 @@ class _Groups(NamedTuple):
     def product(
         self, place: int, rows: Array, kernels: Array, *, transposed: bool = False
     ) -> Array:
-        """The rows times their kernels, see `GroupedProducts.product`.
-
-        - `place`: which of the results these rows belong to.
-        """
+        """The rows times their kernels; they belong to the result number `place`."""
         into = None
         if self.some is not None and self.results is not None:
             into = jnp.int32(self.some.first), self.results[place]
         return self.products.product(rows, kernels, self.sizes, into, transposed=transposed)
 
     def outer(self, left: Array, right: Array) -> Array:
-        """The gradients of the kernels, see `GroupedProducts.outer`."""
         return self.products.outer(left, right, self.sizes, self.some)
 
 
@@ -123,9 +116,6 @@ class _OnDevice(OnDevices):
     """What a device computes for its own tokens, and what it exchanges with others.
 
     Arrays of rows are `[devices, rows, …]`: each device has its own rows.
-
-    - `products`: how groups of rows are multiplied.
-    - `group`: for how many of a device's experts kernels are gathered at a time.
     """
 
     products: GroupedProducts
@@ -158,14 +148,7 @@ class _OnDevice(OnDevices):
         return Order(*self.per_device(local, [self.tokens], self.orders)(experts))
 
     def in_turn(self, some: OfSome, order: Order, kernels: tuple[Array, ...]) -> _OfGroup:
-        """The results of one group of experts after the other, and the gradients of their kernels.
-
-        - `some`: what is done for a group, see `OfSome`.
-        - `order`: of the rows of this device.
-        - `kernels`: of this device's experts, `[experts, …]` each.
-
-        Returns for all experts what `some` returns for a group.
-        """
+        """The results of one group after the other, and the gradients of their kernels."""
         steps = self.own // self.group
         if steps == 1:  # there is nothing to add to
             return some(_Groups(self.products, order.sizes), *kernels)
@@ -188,10 +171,9 @@ class _OnDevice(OnDevices):
         return jax.lax.all_gather(x, self.owners, axis=0, tiled=True) if self.owners else x
 
     def to_owners(self, y: Array, like: Array) -> Array:
-        """Adds up parts of a result and leaves each device its own tokens: a reduce-scatter.
+        """Adds up parts `[tokens, …]` and leaves each device its own tokens: a reduce-scatter.
 
-        - `y`: float32 `[tokens, …]`, this device's part.
-        - `like`: gives batch and sequence of the tokens of this device, and the dtype of the sum.
+        `like` gives batch and sequence of the tokens of this device, and the dtype of the sum.
         """
         y = self.over_parts(y).reshape(-1, like.shape[1], y.shape[-1])
         if self.owners:

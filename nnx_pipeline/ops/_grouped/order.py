@@ -31,7 +31,6 @@ class Order(NamedTuple):
 
     @property
     def tokens(self) -> Int[Array, "rows"]:
-        """The token of each row."""
         return self.choices // self.places.shape[1]
 
 
@@ -40,9 +39,8 @@ def sort_by_expert(
 ) -> Order:
     """Sorts the choices of all tokens by their expert, and the choices of an expert by token.
 
-    - `experts`: the number of each chosen expert.
-    - `first`, `own`: this device has `own` experts, from number `first` on.
-    - `tile`: the number of rows is a multiple of `tile`.
+    This device has `own` experts, from number `first` on; the number of rows is a multiple of
+    `tile`.
     """
     flat = experts.reshape(-1) - first
     flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # experts of other devices come last
@@ -62,7 +60,7 @@ def to_rows(x: Float[Array, "tokens *rest"], order: Order) -> Float[Array, "rows
 def from_rows(rows: Float[Array, "rows embed"], order: Order) -> Float[Array, "tokens embed"]:
     """The sum of the rows of each token, in float32; the transpose of `to_rows`.
 
-    - `rows`: rows that belong to no expert of this device may hold anything, even NaN.
+    Rows that belong to no expert of this device may hold anything, even NaN.
     """
     total = jnp.zeros((order.places.shape[0], rows.shape[1]), jnp.float32)
     for places in order.places.T:  # few; one array for all choices would be larger than x
@@ -83,20 +81,13 @@ def of_rows(values: Float[Array, "tokens chosen"], order: Order) -> Float[Array,
 
 
 class Some(NamedTuple):
-    """Consecutive groups of rows.
-
-    - `first`: the number of the first group.
-    - `number`: how many groups.
-    """
+    """`number` consecutive groups of rows from number `first` on."""
 
     first: Int[Array, ""] | int
     number: int
 
     def bounds(self, sizes: Int[Array, "groups"]) -> tuple[Int[Array, "some"], Int[Array, "some"]]:
-        """The first row of each of these groups, and the row after its last.
-
-        - `sizes`: how many rows each of all groups has, one group behind the other.
-        """
+        """The first row of each of these groups, and the row after its last."""
         ends = jnp.cumsum(sizes)
         starts, ends = (
             jax.lax.dynamic_slice_in_dim(each, self.first, self.number)
@@ -109,11 +100,6 @@ def visits(
     some: Some, sizes: Int[Array, "groups"], rows: int, tile: int
 ) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
     """Cuts rows into tiles, and says which of some groups computes which tile.
-
-    - `some`: the groups that compute.
-    - `sizes`: how many rows each of all groups has, one group behind the other.
-    - `rows`: the number of all rows, a multiple of `tile`.
-    - `tile`: the rows of a tile.
 
     Each group visits the tiles that hold its rows. Returns for each visit its group, counted from
     the first of these groups, its tile, and the range of the group's rows. There are as many visits

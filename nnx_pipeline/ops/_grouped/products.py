@@ -27,9 +27,7 @@ Backend = Literal["megablox", "triton", "tiles"]
 class Tiles(NamedTuple):
     """Rows, width before and width after of what a kernel computes at a time, for each product.
 
-    - `forward`: rows times kernels.
-    - `to_rows`: cotangents times transposed kernels, which give the cotangents of the rows.
-    - `to_kernels`: rows times cotangents, which give the gradients of the kernels.
+    These are rows times kernels, cotangents times transposed kernels, and rows times cotangents.
     """
 
     forward: Tile
@@ -57,12 +55,9 @@ class Tiles(NamedTuple):
 class GroupedProducts:
     """The products of experts with the rows that were sent to them.
 
-    - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA
-      GPUs, and `tiles` a loop in plain JAX.
-    - `tiles`: what is computed at a time; the backend `tiles` reads the numbers of rows alone.
-    - `share`: the part of all rows that belong to the groups of one call, if all groups have as
-      many: 1 / `share`. It is for what is stated of the cost of kernels.
-    - `interpret`: whether kernels are interpreted, for tests where their platform is not.
+    - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA GPUs,
+      and `tiles` a loop in plain JAX, which reads the numbers of rows of its tiles alone.
+    - `share`, `interpret`: as of `How`.
     """
 
     backend: Backend
@@ -107,8 +102,7 @@ class GroupedProducts:
     ) -> Float[Array, "some into out_of"]:
         """Σ over the rows of each group of leftᵀ · right; rows of no group may be anything.
 
-        - `sizes`: as for `product`.
-        - `some`: the groups; None for all.
+        `some` are the groups; None for all.
         """
         first, count = some or Some(jnp.int32(0), len(sizes))
         how = How(self.tiles.to_kernels, share=self.share, interpret=self.interpret)
@@ -187,11 +181,8 @@ def _outer_of_megablox(
 def _calling(kernel: str, flops: int, size: int) -> Iterator[None]:
     """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`.
 
-    The kernels themselves state the cost of all rows, though they skip rows of other groups.
-
-    - `kernel`: its name.
-    - `flops`: its operations.
-    - `size`: the bytes that it reads and writes, tile by tile.
+    The kernels themselves state the cost of all rows, though they skip rows of other groups. `size`
+    are the bytes that it reads and writes, tile by tile.
     """
     cost = {kernel: f"flops={flops} bytes_accessed={size}"}
     with set_xla_metadata(**cost), jax.numpy_dtype_promotion("standard"):
@@ -215,12 +206,10 @@ ON_PLATFORM: dict[str, tuple[Backend, Tile]] = {
 def products_for(
     rows: int, numbers: tuple[int, ...] | None = None, *, share: int = 1
 ) -> GroupedProducts:
-    """The products as they are computed on the ambient platform.
+    """The products of so many rows, of all experts of a device, on the ambient platform.
 
-    - `rows`: how many rows all experts of a device have together; a tile has no more than the next
-      power of two.
-    - `share`: as for `GroupedProducts`.
-    - `numbers`: as for `Tiles.of`, each a power of two; None for what suits the platform.
+    A tile has no more rows than the next power of two. `numbers` are as for `Tiles.of`, each a
+    power of two; None for what suits the platform.
     """
     backend, usual = ON_PLATFORM[ambient_platform()]
     most = max(16, 1 << (rows - 1).bit_length())

@@ -19,10 +19,7 @@ def query_gain(config: ModelConfig) -> float:
 def query_initializer(
     initializer: jax.nn.initializers.Initializer, config: ModelConfig
 ) -> jax.nn.initializers.Initializer:
-    """An initializer whose values are multiplied by `query_gain`.
-
-    - `initializer`: of a kernel whose values are not multiplied.
-    """
+    """An initializer whose values are multiplied by `query_gain`."""
     gain = query_gain(config)
 
     def initial(*args: object, **options: object) -> Array:

@@ -32,9 +32,9 @@ class LatentProjections(NamedTuple):
 class Latent(NamedTuple):
     """What the heads go through between their projections and their scores.
 
-    - `rotate`: (heads `[batch, seq, heads, rope_dim]`, positions) to heads: the rotary embedding.
-    - `rope_dim`: how many numbers of a query or key are rotated, the last ones.
-    - `query_norm`, `kv_norm`: normalise the latent vectors; None where there is no latent query.
+    `rotate` is the rotary embedding of the last `rope_dim` numbers of a query or key, `[batch, seq,
+    heads, rope_dim]`, positions. The norms are of the latent vectors; None where there is no latent
+    query.
     """
 
     rotate: Callable[[Array, Array], Array]
@@ -54,18 +54,9 @@ def latent_attention(
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention whose keys and values are made from one narrow vector per token.
 
-    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the projections, as they are stored; they are cast to the dtype of `x`.
-    - `places`: the positions of the tokens, for the rotary embedding, and their segment ids; None
-      counts positions from 0, and is one segment per row.
-    - `kernel`: what computes the heads from query, key and value; one of
-      `fast_attention.kernels.KERNELS`, with its options.
-    - `latent`: the rotary embedding, and the norms of the latent vectors.
-    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
-
     With c = kv_norm(x · kv_down), head h has the key [c · kv_up_h, rotated part], of which the
-    rotated part is the same in all heads, and the value c · kv_up'_h. For a remat policy, the
-    results have the names `remat.QUERY_KEY_VALUE` and `remat.OUT`.
+    rotated part is the same in all heads, and the value c · kv_up'_h. `places` are the positions of
+    the tokens and their segment ids. All else is as for `self_attention`.
     """
     positions, segment_ids = places
     if positions is None:

@@ -13,8 +13,6 @@ from nnx_pipeline.config.model import ModelConfig
 def timescales(config: ModelConfig) -> Float[Array, "half"]:
     """How many positions each pair of a head takes to turn by one radian, in float32.
 
-    - `config`: its fields `rope_…`, and `head_dim` where the whole head is rotated.
-
     Of d rotated numbers pair i takes theta^(2i / d). `rope_scaling` multiplies that by up to
     `rope_factor`: `linear` in full (Chen et al., 2023), `llama3` by how often the pair turns in the
     original length, as in the reference implementation of Llama 3.1. There the frequency of a pair
@@ -62,12 +60,9 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates each pair of values of a head by position / timescale radians.
 
-    - `x`: query or key heads; `head_dim` is even.
-    - `positions`: the place of each token in its document; one row may serve the whole batch.
-    - `timescale`: of each pair, as from `timescales`.
-    - `interleaved`: whether pair i is (x[2i], x[2i + 1]) rather than (x[i], x[i + head_dim/2]).
-
-    Sine and cosine are computed in float32 and cast to the dtype of `x`.
+    One row of positions may serve the whole batch. If `interleaved` pair i is (x[2i], x[2i + 1])
+    rather than (x[i], x[i + head_dim/2]). Sine and cosine are computed in float32 and cast to the
+    dtype of `x`.
     """
     half = x.shape[-1] // 2
     angle = positions[:, :, None, None].astype(jnp.float32) / timescale

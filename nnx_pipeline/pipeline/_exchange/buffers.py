@@ -1,7 +1,4 @@
-"""Buffers that every stage holds from tick to tick, read and written at one slot per tick.
-
-Every array begins with the axis of stages, which is sharded over the mesh axis `stage`.
-"""
+"""Sends arrays between neighbouring stages, and holds buffers from tick to tick."""
 
 import functools
 
@@ -16,7 +13,6 @@ from nnx_pipeline.sharding.layout import P, hold, is_explicit, mesh_sizes, place
 
 
 def mark_stage(stage: int, stages: int) -> Array:
-    """A mask bool `[stages]` that is True at one stage."""
     return over_stage(jnp.asarray(np.arange(stages) == stage))
 
 
@@ -35,32 +31,20 @@ def over_stage(x: Array) -> Array:
 
 
 def rows(leaf: Array, microbatch: Array) -> Array:
-    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`.
-
-    - `leaf`: `[microbatches, …]`, not sharded along its first axis.
-    - `microbatch`: int32 `[stages]`.
-    """
+    """Row `microbatch[s]` of `[microbatches, …]` for each stage s: `[stages, …]`."""
     spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
     return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
 
 
 def slot(tree: PyTree, index: Array) -> PyTree:
-    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`.
-
-    - `tree`: buffers, each `[stages, slots, …]`.
-    - `index`: an integer scalar, the number of the slot.
-    """
+    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
     )
 
 
 def to_stages(tree: PyTree, stages: int) -> PyTree:
-    """Adds an axis of stages to arrays that every stage holds; nothing is sent.
-
-    - `tree`: arrays that are not sharded over the mesh axis `stage`.
-    - `stages`: the length of the new first axis, which is sharded over `stage`.
-    """
+    """Adds a first axis of stages to arrays that every stage holds; nothing is sent."""
 
     def one(leaf: Array) -> Array:
         spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
@@ -71,11 +55,7 @@ def to_stages(tree: PyTree, stages: int) -> PyTree:
 
 
 def from_stage(tree: PyTree, stage: int) -> PyTree:
-    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`.
-
-    - `tree`: arrays whose first axis is sharded over the mesh axis `stage`.
-    - `stage`: the number of the stage.
-    """
+    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`."""
     # A masked sum: the other stages add zeros, so that an all-reduce brings the entry to all.
     stages = jax.tree.leaves(tree)[0].shape[0]
     tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
@@ -83,12 +63,9 @@ def from_stage(tree: PyTree, stage: int) -> PyTree:
 
 
 def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
-    """An empty buffer for arrays that are `[stages, …]`.
+    """An empty buffer for `slots` arrays like `like`: `[stages, slots, …]`; None adds no axis.
 
-    - `like`: shape, dtype and sharding of such an array.
-    - `slots`: how many of them the buffer holds, which is then `[stages, slots, …]`; None for one
-      without an axis of slots.
-    - `fill`: the value of every entry; a buffer of integers is filled with 0.
+    A buffer of integers is filled with 0.
     """
     between = () if slots is None else (slots,)
     shape = (like.shape[0], *between, *like.shape[1:])
@@ -101,10 +78,7 @@ def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Ar
 
 
 def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Array:
-    """An empty buffer in host memory, as `empty_ring` makes one on the device.
-
-    - `like`, `slots`, `fill`: as for `empty_ring`.
-    """
+    """As `empty_ring`, in host memory."""
     # Slot by slot: of a buffer that is sent as a whole, the device would hold a copy first.
     one = empty_ring(like, None, fill)
     send = functools.partial(jax.device_put, device=jax.memory.Space.Host)
@@ -117,12 +91,7 @@ def push(
 ) -> PyTree:
     """Moves the entries of one slot to the previous stage, and puts a new entry on the last stage.
 
-    - `tree`: the buffer, `[stages, slots, …]`.
-    - `column`: what the slot holds, `[stages, …]`.
-    - `new`: `[stages, …]`; the last stage's entry of it is put on the last stage.
-    - `index`: the number of the slot.
-    - `last`: bool `[stages]`, True at the last stage.
-    - `how`: how arrays are sent, as for `shift`.
+    `column`, `[stages, …]`, is what the slot `index` holds; of `new` the last stage's entry counts.
     """
 
     def one(leaf: Array, column: Array, new: Array) -> Array:
@@ -134,12 +103,7 @@ def push(
 
 
 def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """Selects between two trees, as `jnp.where` does on every leaf.
-
-    - `condition`: a bool scalar, or bool `[stages]` for leaves that are `[stages, …]`.
-    - `one`: what is taken where the condition is True.
-    - `other`: what is taken where it is False; the same tree with the same shapes.
-    """
+    """As `jnp.where` on every leaf; the condition may be `[stages]` for leaves `[stages, …]`."""
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where(
@@ -150,14 +114,8 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
 
 
 def split(leaf: Array, schedule: CircularSchedule) -> Array:
-    """Reshapes `[microbatches, …]` to `[stages, slots, …]`.
-
-    - `leaf`: an array of the stream, sharded over `stage` along its first axis.
-    - `schedule`: gives the number of stages and of the slots of each stage.
-    """
     return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
 
 
 def merge(leaf: Array) -> Array:
-    """Reshapes `[stages, slots, …]` to `[microbatches, …]`."""
     return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])

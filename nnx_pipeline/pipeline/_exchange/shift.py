@@ -19,16 +19,12 @@ SHIFTS = ("ppermute", "slice", "pad")
 
 
 def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array:
-    """Stage s receives the array of stage s - by; the stages form a ring, except with `pad`.
+    """Stage s of `[stages, …]` receives the array of stage s - by; the stages form a ring.
 
-    - `x`: `[stages, …]`.
-    - `by`: 1 sends to the next stage, -1 to the stage before.
-    - `how`: the way of sending:
-      - `ppermute`: one collective-permute in a `shard_map` over `stage`;
-      - `slice`: a concatenation of two slices, from which the compiler makes the transfer (seeds
-        S1.1);
-      - `pad`: a slice of the array with one row of zeros added before or after it. The stage at
-        the end receives the zeros.
+    - `ppermute`: one collective-permute in a `shard_map` over `stage`;
+    - `slice`: a concatenation of two slices, from which the compiler makes the transfer;
+    - `pad`: a slice of the array with one row of zeros added before or after it. Stages form no
+      ring: the stage at the end receives the zeros.
     """
     if how == "ppermute" and mesh_sizes().get("stage", 1) > 1:
         return _by_ppermute(x, by)

@@ -22,14 +22,9 @@ _MOST_NUMBERS = 1500  # more cells are too small for a number
 def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
     """A figure with the actions of both schedules, and below them the live microbatches of each.
 
-    - `stages`, `microbatches`, `repeats`: the size of both schedules.
-
     A microbatch is live on a stage from its forward visit to its backward visit: for so long the
-    stage keeps what the backward visit needs. Drawn is the stage that keeps most. A column is one
-    visit, forward or backward, and all are drawn equally wide, though a backward visit takes about
-    twice as long.
-
-    Raises InputError for sizes that a schedule refuses.
+    stage keeps what the backward visit needs. Drawn is the stage that keeps most. All columns are
+    equally wide, though a backward visit takes about twice as long as a forward one.
     """
     from matplotlib.figure import Figure
 

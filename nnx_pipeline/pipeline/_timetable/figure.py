@@ -28,20 +28,13 @@ _MOST_NUMBERS = 3000  # more would take seconds to draw, and would be too many t
 
 
 def write_picture(schedule: Schedule, path: str) -> None:
-    """Writes the timetable as a PNG or SVG file: either the whole file or, on an error, none.
-
-    - `schedule`: what is drawn.
-    - `path`: where to write; the suffix chooses the format.
-    """
+    """Writes the whole file or none; the suffix, .png or .svg, chooses the format."""
     check_picture(path)
     save_figure(make_figure(schedule), path)
 
 
 def make_figure(schedule: Schedule) -> "Figure":
-    """A figure with a row per stage and a column per tick.
-
-    Colours stand for the repeat, or with 1F1B for forward and backward.
-    """
+    """A figure with a row per stage and a column per tick."""
     from matplotlib.figure import Figure
 
     rows = schedule.stages * len(lanes(schedule))
@@ -79,7 +72,6 @@ def _step(count: int, *, most: int) -> int:
 
 
 def _title(schedule: Schedule, letters: int) -> str:
-    """The summary, broken after its colon if it is longer than `letters`."""
     text = summary(schedule)
     parts = [text] if len(text) <= letters else text.replace(": ", ":\n", 1).splitlines()
     return "\n".join(textwrap.fill(part, letters) for part in parts)
@@ -127,7 +119,6 @@ def _repeat_colour(repeat: int, repeats: int) -> str:
 
 
 def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
-    """Writes the name of each phase above its ticks, with a line where the next one begins."""
     parts = phases(schedule)
     for index, (name, _, ticks) in enumerate(parts):
         left, right = ticks.start - 0.5, ticks.stop - 0.5
@@ -149,7 +140,7 @@ def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
 
 
 class _Size(NamedTuple):
-    """The size of a cell or a bar, in points."""
+    """In points."""
 
     width: float
     height: float
@@ -164,8 +155,6 @@ class _Bar(NamedTuple):
 
 
 def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
-    """The bars of one stage: consecutive work of one repeat, or consecutive bubbles."""
-
     def repeat(tick: int) -> int | None:
         work = lane.visits.at(tick, stage)
         return None if work is None else work.repeat
@@ -234,7 +223,7 @@ def _write(axes: "Axes", bar: _Bar, x: float, y: float, text: str, size: float) 
 
 
 def _font_size(text: str, room: _Size) -> float | None:
-    """The font size in points at which a text fits; None if that is too small to read."""
+    """The font size in points at which a text fits; None if it is too small to read."""
     size = min(
         room.width / (_LETTER_WIDTH * len(text)), room.height / _LETTER_HEIGHT, _LARGEST_FONT
     )

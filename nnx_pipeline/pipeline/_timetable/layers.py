@@ -12,20 +12,12 @@ from nnx_pipeline.pipeline.schedule import Schedule
 
 
 def idle_share(stack: Stack, schedule: Schedule) -> float:
-    """The fraction of the stages' time in which they idle or compute on padding, from 0 to 1.
-
-    - `stack`: which layer is where.
-    - `schedule`: of as many stages and repeats.
-    """
+    """The fraction of the stages' time in which they idle or compute on padding."""
     places = stack.visits * stack.per_stage
     return 1 - (1 - schedule.bubble_share) * stack.layers / places
 
 
 def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
-    """The numbers of layers per visit and of padding, in one line.
-
-    - `stack`, `schedule`: as for `idle_share`.
-    """
     visit = counted(stack.per_stage, "layer")
     if not stack.padding:
         return f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage, no padding"
@@ -38,7 +30,7 @@ def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
 
 
 def layers_table(stack: Stack) -> Table:
-    """A table to print with a row per stage and a column per repeat: the layers of each visit."""
+    """A row per stage and a column per repeat: the layers of each visit."""
     table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)
     for repeat in range(stack.repeats):
@@ -50,12 +42,7 @@ def layers_table(stack: Stack) -> Table:
 
 
 def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, Any]:
-    """What `summary_of_layers` and `layers_table` show, as JSON.
-
-    - `stack`, `schedule`: as for `idle_share`.
-
-    `of_stage` has the numbers of the layers by stage and repeat.
-    """
+    """`of_stage` has the numbers of the layers by stage and repeat."""
     return {
         "layers": stack.layers,
         "layers_per_visit": stack.per_stage,

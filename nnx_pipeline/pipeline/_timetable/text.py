@@ -23,7 +23,6 @@ class Lane(NamedTuple):
 
 
 def lanes(schedule: Schedule) -> tuple[Lane, ...]:
-    """The kinds of work that a stage does at a tick, from top to bottom."""
     if isinstance(schedule, CircularSchedule):
         return (Lane("work", "", range(schedule.ticks), schedule.visits),)
     before, both, after = schedule.phases
@@ -43,7 +42,6 @@ def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
 
 
 def summary(schedule: Schedule) -> str:
-    """The numbers of ticks and of bubble ticks, in one line."""
     stages, repeats = schedule.stages, schedule.repeats
     given = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
     if isinstance(schedule, CircularSchedule):
@@ -67,10 +65,11 @@ def summary(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class Timetable:
-    """A table to print with one column per tick; if there is no room, the first and last ticks.
+    """A table to print, with a row per stage and a column per tick, at most `most` of them.
 
-    - `schedule`: what is drawn.
-    - `most`: how many ticks are shown at most.
+    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
+    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
+    dot is a bubble. Where there are more ticks than fit, the first and the last ones are shown.
     """
 
     schedule: Schedule
@@ -106,21 +105,10 @@ class Timetable:
 
 
 def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
-    """A timetable to print, with a row per stage and a column per tick.
-
-    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
-    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
-    dot is a bubble.
-
-    - `schedule`: what is drawn.
-    - `most`: how many ticks are shown at most, half of them from the start and half from the end;
-      fewer are shown if the console is too narrow.
-    """
     return Timetable(schedule, most)
 
 
 def legend(schedule: Schedule) -> str:
-    """How to read the timetable, in one line."""
     highest = min(3, schedule.microbatches - 1)
     if isinstance(schedule, CircularSchedule):
         if schedule.repeats > 1:
@@ -137,7 +125,6 @@ def legend(schedule: Schedule) -> str:
 
 
 def summary_of_actions(actions: Actions) -> str:
-    """The numbers of a timetable that was read from a file, in one line."""
     kept = ", ".join(map(str, actions.kept))
     return (
         f"{actions.ranks} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
@@ -148,10 +135,7 @@ def summary_of_actions(actions: Actions) -> str:
 
 @dataclass(frozen=True)
 class ActionsTable:
-    """A table to print with a row per rank; if there is no room, the first and last steps.
-
-    - `actions`: what is drawn.
-    """
+    """A table with a row per rank; if there is no room, the first and last steps."""
 
     actions: Actions
 
@@ -236,5 +220,5 @@ def letters(number: int) -> str:
 
 
 def span(numbers: range) -> str:
-    """The first and the last number, written as in 0–7."""
+    """Such as 0–7."""
     return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

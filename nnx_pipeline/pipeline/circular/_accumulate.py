@@ -1,10 +1,9 @@
 """The circular loop with a hand-written derivative, which adds up gradients tick by tick.
 
-The forward pass saves, for each tick, what the `jax.checkpoint` around the visits saves: the input
-of each stage, and the values whose names the remat policy saves. The backward pass walks the ticks
-from the last to the first, differentiates one visit of all stages at a time, and adds the gradient
-of each stage's weights in place to the repeat that they belong to. So there is one gradient buffer
-per parameter, and nothing else of the size of all parameters.
+The forward pass saves, for each tick, what the `jax.checkpoint` around the visits saves. The
+backward pass walks the ticks from the last to the first, differentiates one visit of all stages at
+a time, and adds the gradient of each stage's weights in place to the repeat that they belong to. So
+there is one gradient buffer per parameter, and nothing else of the size of all parameters.
 """
 
 import dataclasses
@@ -39,12 +38,7 @@ from nnx_pipeline.sharding._gradients import asked_of, is_symbolic_zero, or_zero
 
 @dataclass(frozen=True)
 class Accumulate:
-    """All ticks, differentiated one by one by a hand-written rule.
-
-    - `loop`: what every tick does.
-    - `checkpoint`: is put around the visit of all stages, and decides which residuals are saved.
-    - `how`: the dtype in which gradients add up, and which weights are gathered before.
-    """
+    """All ticks, differentiated one by one; `checkpoint` decides which residuals are saved."""
 
     loop: CircularLoop
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -55,11 +49,8 @@ class Accumulate:
     ) -> tuple[Moving, PyTree]:
         """Stream and state after the last tick, and the metrics of all.
 
-        - `apply_stage`: as `checked` makes it.
-        - `params`: `[repeats, stages, …]`.
-        - `moving`: the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
-          `[repeats, stages, …]`.
-        - `side`: the side inputs, `[microbatches, …]`.
+        `moving` is the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
+        `[repeats, stages, …]`.
         """
 
         def call(look: Callable[..., Any]) -> None:

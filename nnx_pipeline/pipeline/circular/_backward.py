@@ -29,7 +29,6 @@ class Others(NamedTuple):
     captured: list[Array]  # what the stage function closes over, whole on every stage
 
     def at(self, weights_at: WeightsAt, now: CircularPlan) -> Reads:
-        """Everything that the visits of one tick read, with the weights of that tick."""
         return Reads(weights_at(now), visit.side_of(self.side, now.microbatch), self.captured)
 
 
@@ -44,10 +43,8 @@ class Cotangents(NamedTuple):
 class TwoWayTick:
     """One tick forward, and the same tick backward from what the forward pass saved.
 
-    - `loop`: what every tick does.
-    - `visit`: makes the visits of all stages, within a `jax.checkpoint` of its own.
-    - `needed`: whether the gradient of each array of `Others` is asked for; None in the forward
-      pass, which does not read it.
+    `needed` says whether the gradient of each array of `Others` is asked for; the forward pass does
+    not read it.
     """
 
     loop: CircularLoop
@@ -55,10 +52,7 @@ class TwoWayTick:
     needed: Others | None = None
 
     def of_needed(self, needed: tuple[PyTree, Others]) -> "TwoWayTick":
-        """The tick for the backward pass.
-
-        - `needed`: whether the gradient of each parameter, and of each other array, is asked for.
-        """
+        """The tick for a backward pass that is asked for these gradients."""
         own = dataclasses.replace(self.visit, needed=needed[0])
         return dataclasses.replace(self, visit=own, needed=needed[1])
 
@@ -70,15 +64,9 @@ class TwoWayTick:
         before: tuple[CircularCarry, PyTree],
         now: CircularPlan,
     ) -> tuple[tuple[CircularCarry, PyTree], tuple[PyTree, PyTree]]:
-        """Makes one tick.
+        """Makes one tick; also gives the residuals and metrics of the visits.
 
-        - `weights_at`: gives the weights of each stage at the tick.
-        - `others`: what the visits read besides.
-        - `keep`: whether to return residuals, or None in their place.
-        - `before`: the carry before the tick, and the state of all layers.
-        - `now`: the tick's row of the timetable.
-
-        Returns both as they are after the tick, and a pair: residuals and metrics of the visits.
+        Without `keep` there is None in the place of the residuals.
         """
 
         def make(now: CircularPlan, x: Moving) -> tuple[Moving, tuple[PyTree, PyTree]]:
@@ -97,10 +85,8 @@ class TwoWayTick:
     ) -> tuple[Cotangents, PyTree]:
         """The cotangents before a tick, and the gradient of the weights that it used.
 
-        - `weights_at`, `others`, `now`: as for `forward`.
-        - `after`: the cotangents after the tick.
-        - `at`: the residuals of the tick, and the cotangents of its metrics; None for a metric
-          whose gradient is not asked for.
+        `at` are the residuals of the tick, and the cotangents of its metrics; None for a metric
+        whose gradient is not asked for.
         """
         residuals, d_metrics = at
         # A tick is linear except for the visit, so transposing the rest needs only shapes.
@@ -121,11 +107,7 @@ class TwoWayTick:
         return Cotangents(before, add(after.others, d_others)), d_weights
 
     def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
-        """The cotangents after the last tick: those of the stream, and zeros for everything else.
-
-        - `d_stream`: the cotangents of the stream after the last tick.
-        - `others`: what the visits read, for its shapes.
-        """
+        """The cotangents after the last tick: of the stream, and zeros for all else."""
         # Called only for the structure and the shapes of the carry, which then becomes zeros.
         empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
         carry = jax.tree.map(jnp.zeros_like, empty)
@@ -143,15 +125,13 @@ class WholeLoop:
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
     ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
-        """Makes all ticks, from the first to the last.
+        """Makes all ticks.
 
         - `params`: the weights as they are stored, `[repeats, stages, …]`.
         - `moving`: the microbatches, `[stages, slots, …]`, and the state of the layers.
-        - `others`: what the visits read besides.
-        - `keep`: whether to save what `backward` needs of each tick.
 
-        Returns carry and state after the last tick, the metrics of every tick, and what is saved:
-        the gathered weights, and the residuals of every tick.
+        Returns carry and state after the last tick, the metrics of every tick, and what `backward`
+        needs: the gathered weights, and with `keep` the residuals of every tick.
         """
         loop, (stream, state) = self.tick.loop, moving
         gathered = self.tick.visit.fsdp_gather.gather(params)
@@ -164,13 +144,10 @@ class WholeLoop:
     def backward(
         self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
-        """Differentiates all ticks, from the last to the first.
+        """The gradient of `params`, and the cotangents before the first tick.
 
-        - `params`, `others`: as for `forward`.
-        - `saved`: what `forward` saved, and the cotangents of the metrics of every tick.
-        - `last`: the cotangents after the last tick.
-
-        Returns the gradient of `params`, and the cotangents before the first tick.
+        `saved` is what `forward` saved, and the cotangents of the metrics of every tick; `last` are
+        the cotangents after the last tick.
         """
         (split, residuals), d_metrics = saved
         loop, visit = self.tick.loop, self.tick.visit
@@ -194,10 +171,7 @@ def _reading(split: PyTree) -> WeightsAt:
 
 
 def _to_microbatches(side: PyTree, d_rows: PyTree, now: CircularPlan) -> PyTree:
-    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`.
-
-    - `d_rows`: None in the place of integers, and of what has no gradient asked for.
-    """
+    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`."""
     wanted = jax.tree.map(
         lambda d_row, leaf: None if d_row is None else leaf,
         d_rows,

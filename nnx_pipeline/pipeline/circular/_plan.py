@@ -21,7 +21,7 @@ class CircularPlan(NamedTuple):
 
 
 def circular_plan(schedule: CircularSchedule) -> CircularPlan:
-    """Writes a schedule out as arrays; in a bubble a stage has microbatch 0 and repeat 0."""
+    """In a bubble a stage has microbatch 0 and repeat 0."""
     visits, tick = schedule.visits, np.arange(schedule.ticks, dtype=np.int32)
     return CircularPlan(
         microbatch=jnp.asarray(visits.microbatch),

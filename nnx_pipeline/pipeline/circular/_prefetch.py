@@ -32,10 +32,7 @@ from nnx_pipeline.pipeline.stage.apply import Moving
 
 
 class _Pieces(NamedTuple):
-    """Rows of all ticks, cut into the pieces of the loop.
-
-    `steady` and `change` begin with an axis of repeats - 1.
-    """
+    """Rows of all ticks in pieces; `steady` and `change` begin with an axis of repeats - 1."""
 
     fill: PyTree
     steady: PyTree
@@ -56,7 +53,6 @@ class PrefetchLoop:
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
     ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
-        """All ticks, from the first to the last."""
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
         now = self._gather(params, jnp.int32(0))
@@ -86,7 +82,6 @@ class PrefetchLoop:
     def backward(
         self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
-        """The gradient of the weights, and the cotangents before the first tick."""
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
         # The residuals of every tick, and the cotangents of its metrics.
@@ -125,7 +120,7 @@ class PrefetchLoop:
     def _run_backward(self, others: Others) -> Callable[..., tuple[Cotangents, tuple[PyTree, ...]]]:
         """A function that goes back through some ticks, with one or two repeats of weights.
 
-        It adds to as many gradients as there are repeats of weights.
+        It adds to as many gradients.
         """
 
         def run(
@@ -163,7 +158,6 @@ class PrefetchLoop:
 
 
 def _cut(schedule: CircularSchedule, whole: PyTree) -> _Pieces:
-    """Cuts arrays with one row per tick into the pieces of the loop."""
     fill, microbatches, turns = schedule.bubble_ticks, schedule.microbatches, schedule.repeats - 1
 
     def middle(leaf: Array) -> Array:

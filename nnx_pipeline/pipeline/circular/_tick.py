@@ -47,7 +47,7 @@ class CircularCarry(NamedTuple):
 
 
 class MidTick(NamedTuple):
-    """The carry within a tick: what `stage_inputs` leaves for `stage_outputs`."""
+    """What `stage_inputs` leaves for `stage_outputs`."""
 
     stream: PyTree
     leaving: PyTree  # [stages, …]: the slot of the stream that moves one stage on
@@ -59,12 +59,7 @@ class MidTick(NamedTuple):
 def stage_inputs(
     schedule: CircularSchedule, shift_by: ShiftName, now: CircularPlan, carry: CircularCarry
 ) -> tuple[MidTick, PyTree]:
-    """Selects the input of every stage at a tick; linear in the carry.
-
-    - `shift_by`: how activations are sent to the next stage.
-    - `now`: the tick's row of the timetable.
-    - `carry`: the carry before the tick.
-    """
+    """Selects the input of every stage at a tick; linear in the carry."""
     first, last = mark_stage(0, schedule.stages), mark_stage(schedule.stages - 1, schedule.stages)
     waiting = slot(carry.stream, now.stream_slot)
     # Each stage sends its last output to the next stage, and the last stage to the first.
@@ -102,12 +97,7 @@ def stage_outputs(
     mid: MidTick,
     outputs: PyTree,
 ) -> CircularCarry:
-    """Passes on the outputs of the stages, into the carry of the next tick; linear in both inputs.
-
-    - `shift_by`, `now`: as for `stage_inputs`.
-    - `mid`: what `stage_inputs` left.
-    - `outputs`: of every stage, `[stages, …]`.
-    """
+    """The carry of the next tick from the outputs `[stages, …]`; linear in both inputs."""
     last = mark_stage(schedule.stages - 1, schedule.stages)
     # The slot that was read moves one stage towards stage 0, so that each microbatch is there when
     # stage 0 takes it. The last stage's entry of the slot is then free and takes its output.
@@ -136,25 +126,13 @@ def walk_ticks(
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """Calls `tick` for one tick after the other, as `jax.lax.scan` does.
-
-    - `tick`: (carry, row) to (the next carry, what to collect).
-    - `carry`: before the first call.
-    - `rows`: arrays with one row per tick.
-    - `reverse`: whether to go from the last tick to the first, as a backward pass does.
-    """
+    """As `jax.lax.scan` over rows, one for each tick."""
     return jax.lax.scan(tick, carry, rows, length=schedule.ticks, reverse=reverse)
 
 
 @dataclass(frozen=True)
 class CircularLoop:
-    """The loop over the ticks of one schedule.
-
-    - `schedule`: which stage works on what at each tick.
-    - `shift_by`: how outputs are sent to the next stage.
-    - `bubble_fill`: the value of the buffers before anything arrives; results do not depend on it.
-    - `cast_at_use`: as in `WeightOptions`.
-    """
+    """The loop over the ticks of one schedule; results do not depend on `bubble_fill`."""
 
     schedule: CircularSchedule
     shift_by: ShiftName
@@ -163,14 +141,10 @@ class CircularLoop:
 
     @property
     def plan(self) -> CircularPlan:
-        """The timetable, one row per tick."""
         return circular_plan(self.schedule)
 
     def start(self, stream: PyTree) -> CircularCarry:
-        """The carry before the first tick.
-
-        - `stream`: the microbatches, `[stages, slots, …]`.
-        """
+        """The carry before the first tick, from microbatches `[stages, slots, …]`."""
 
         def empty(leaf: Array) -> Array:
             return jnp.full_like(leaf, self.bubble_fill)
@@ -187,11 +161,10 @@ class CircularLoop:
         )
 
     def tick(self, make: MakeVisits, *, linear: Wrap = lambda function: function) -> CircularTick:
-        """Makes one tick, from carry and state to the next ones and the visit's other results.
+        """One tick, from carry and state to the next ones and what else `make` gives.
 
-        - `make`: applies the layers of every stage.
-        - `linear`: is put around the steps before and after the visit, which are linear in the
-          carry: with `jax.checkpoint`, JAX saves only the timetable's row of them.
+        `linear` is put around the steps before and after the visit, which are linear in the carry:
+        with `jax.checkpoint`, JAX saves only the timetable's row of them.
         """
         how = self.schedule, self.shift_by
         enter = linear(functools.partial(stage_inputs, *how))
@@ -207,13 +180,12 @@ class CircularLoop:
         return tick
 
     def visits_at(self, now: CircularPlan) -> At:
-        """Which visits a tick makes."""
         microbatches = self.schedule.microbatches
         return visit.visits_at(now.repeat, now.microbatch, now.active, microbatches)
 
 
 def name_input(x: PyTree) -> PyTree:
-    """Names the input of the stages `ITERATION_INPUT`; every remat policy keeps it."""
+    """Every remat policy keeps the input of the stages."""
     return jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
 
 
@@ -223,14 +195,8 @@ def autodiff_tick(
     """A tick that JAX differentiates.
 
     The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
-    rest of a tick is linear. Its checkpoints keep the conditions of each `where` as they are,
-    while JAX alone would keep them broadcast to the shape of the activations.
-
-    - `loop`: what every tick does.
-    - `checkpoint`: is put around the visit of all stages.
-    - `apply_stage`: as `checked` makes it.
-    - `params`: `[repeats, stages, …]`.
-    - `side`: the side inputs, `[microbatches, …]`.
+    rest of a tick is linear. Its checkpoints keep the conditions of each `where` as they are, while
+    JAX alone would keep them broadcast to the shape of the activations.
     """
     apply = stages.map_stages(apply_stage)
 

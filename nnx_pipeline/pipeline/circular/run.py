@@ -41,9 +41,9 @@ def run_pipeline(
                     totals = totals combined with metrics
 
     - `apply_stage`: (params, x, side) to (x, metrics). It returns x with the same shapes, dtypes
-      and shardings; metrics are a pytree, each wrapped in `Sum`, `Mean` or `Max`, which says how
-      it is combined with others (see `metrics`). In a bubble it is applied to some microbatch and
-      the result is discarded.
+      and shardings; metrics are a pytree, each wrapped in `Sum`, `Mean` or `Max`, which says how it
+      is combined with others (see `metrics`). In a bubble it is applied to some microbatch and the
+      result is discarded.
     - `params`: any pytree of `[repeats, stages, …]`, the second axis sharded over `stage`, or
       `WithState(params, state)`. Then `apply_stage` is (params, x, side, state) to (x, metrics,
       state), and each visit reads what the same stage left in the same repeat a microbatch before.
@@ -59,9 +59,8 @@ def run_pipeline(
 
     Returns outputs, in the order of `microbatches` and sharded as those are in the loop, and the
     metrics of all visits, each one array in float32 or wider; with a state also what all visits
-    left of it. Raises InputError when shapes do not
-    fit the schedule, for arrays on other devices, and for a stage that changes its parameters or
-    returns something that cannot be passed on.
+    left of it. Raises InputError when shapes do not fit the schedule, for arrays on other devices,
+    and for a stage that changes its parameters or returns something that cannot be passed on.
     """
     of_type("the schedule of run_pipeline", schedule, CircularSchedule)
     of_type("options", options, LoopOptions)

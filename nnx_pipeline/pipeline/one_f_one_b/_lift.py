@@ -1,7 +1,7 @@
 """What the loss of a loop is multiplied by, so that small gradients in float16 are not lost.
 
-A loop that computes gradients along with the loss does so before it is known by what the loss is
-multiplied afterwards. Where that is a loss scale, gradients in float16 have vanished before it.
+A loop that computes gradients along with the loss does so before a loss scale multiplies it; by
+then gradients in float16 have vanished.
 """
 
 import functools
@@ -37,21 +37,18 @@ def checked_lift(lift: Any) -> Lift:
 
 
 def lifted(leave: Callable[..., Array], lift: Lift) -> Callable[..., Array]:
-    """`leave`, which returns its loss times the lift."""
     if lift is None:
         return leave
     return functools.wraps(leave)(lambda *given: leave(*given) * lift)
 
 
 def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
-    """The metric weights times the lift."""
     if lift is None:
         return metric_weights
     return jax.tree.map(lambda weight: weight * lift if counts(weight) else weight, metric_weights)
 
 
 def without_lift(total: Total, lift: Lift) -> Total:
-    """The loss and its two parts, of those times the lift."""
     if lift is None:
         return total
     loss, (own, metrics) = total

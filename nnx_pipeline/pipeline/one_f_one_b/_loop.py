@@ -39,13 +39,10 @@ def _on_host(tree: PyTree) -> _OnHost:
 
 @dataclass(frozen=True)
 class OneForwardOneBackwardLoop:
-    """All ticks of a 1F1B schedule.
+    """All ticks of a 1F1B schedule; results do not depend on `bubble_fill`.
 
-    - `tick`: what every tick does.
-    - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
-    - `cast_at_use`: as in `WeightOptions`.
-    - `needed`: whether the gradient of each input of the microbatches is asked for; None for none.
-    - `unlifted`: whether its functions compute in float16 and it has no lift.
+    `needed` says whether the gradient of each input of the microbatches is asked for; None for
+    none. If it is `unlifted`, its functions compute in float16 and it has no lift.
     """
 
     tick: OneForwardOneBackwardTick
@@ -59,10 +56,8 @@ class OneForwardOneBackwardLoop:
     ) -> LoopState:
         """Goes through all ticks; returns the state after the last one.
 
-        - `weights`: the weights as they are stored, and what the functions close over.
-        - `inputs`: what the microbatches bring along.
-        - `layers`: the state of the layers, `[repeats, stages, …]`, or no arrays.
-        - `differentiate`: whether to compute gradients; without them there is no backward visit.
+        `weights` are as they are stored, `layers` is the state of the layers, `[repeats, stages,
+        …]`, or no arrays. Without gradients there is no backward visit.
         """
         schedule = self.tick.schedule
         filling, steady, draining = schedule.phases
@@ -148,10 +143,7 @@ class OneForwardOneBackwardLoop:
         jax.eval_shape(call, weights, inputs, layers)
 
     def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics.
-
-        - `state`: after the last tick.
-        """
+        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics."""
         metrics = over_all_stages(state.metrics, self.tick.visits)
         return objective(state.loss, metrics, self.tick.metric_weights)
 
@@ -163,10 +155,7 @@ class OneForwardOneBackwardLoop:
         *,
         keep: bool,
     ) -> tuple[LoopState, Any]:
-        """The state before the first tick, and the tree structure of what a visit keeps.
-
-        - `given`: the state of the layers, and the timetable.
-        """
+        """The state before the first tick, and the tree structure of what a visit keeps."""
 
         def first_visit(
             weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan]

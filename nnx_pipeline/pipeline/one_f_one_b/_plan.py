@@ -30,7 +30,6 @@ class PhasePlan(NamedTuple):
 
 
 def one_f_one_b_plan(schedule: OneForwardOneBackward) -> PhasePlan:
-    """Writes a schedule out as arrays."""
     forward, backward = schedule.forward, schedule.backward
 
     def at(visits: Visits, stage: int, repeat: int) -> Array:

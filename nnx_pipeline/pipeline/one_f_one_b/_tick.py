@@ -43,8 +43,7 @@ class HoistedFunctions:
     """The functions of a model, each with what it closes over as a first argument (see `hoist`).
 
     - `enter`: (closed over, weights, inputs of a microbatch) to activations.
-    - `apply_stage`: (closed over, weights, moving, side inputs) to (moving, metrics), where moving
-      is activations and the state of the layers.
+    - `apply_stage`: (closed over, weights, moving, side inputs) to (moving, metrics).
     - `leave`: (closed over, weights, activations, inputs of a microbatch) to a float32 scalar.
     """
 
@@ -66,12 +65,7 @@ class Phase(NamedTuple):
 class OneForwardOneBackwardTick:
     """What every tick does.
 
-    - `functions`: the functions of the model.
-    - `schedule`: which stage works on what at each tick.
-    - `metric_weights`: the weight of each metric of a stage in the loss, as for `weights_like`.
-    - `shift_by`: how activations and cotangents are sent to a neighbouring stage.
-    - `how`: in which dtype gradients add up, and which weights are gathered before.
-    - `needed`: whether the gradient of each weight is asked for; None for all of them.
+    `needed` says whether the gradient of each weight is asked for; None for all of them.
     """
 
     functions: HoistedFunctions
@@ -90,13 +84,9 @@ class OneForwardOneBackwardTick:
         state: LoopState,
         now: PhasePlan,
     ) -> LoopState:
-        """The state after a tick.
+        """The state after a tick; the stages' weights are gathered.
 
-        - `weights`, `inputs`: what all ticks read, the stages' weights gathered.
-        - `phase`: which parts of the tick are done.
-        - `residual_tree`: the tree structure of what a visit keeps; its arrays are in the ring.
-        - `state`: the state before the tick.
-        - `now`: the tick's row of the timetable.
+        The arrays of `residual_tree`, what a visit keeps, are in the ring.
         """
         d_output = None
         if phase.forward:
@@ -114,7 +104,6 @@ class OneForwardOneBackwardTick:
         now: PhasePlan,
         state: LoopState,
     ) -> LoopState:
-        """The forward visit of every stage."""
         entering = self.entering(weights, inputs, now)
         arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.outputs)
         # A stage in a bubble works on what enters, so that the stage function gets no values at
@@ -194,7 +183,6 @@ class OneForwardOneBackwardTick:
         state: LoopState,
         d_output: PyTree,
     ) -> LoopState:
-        """The backward visit of every stage, which adds to the gradient of the stage's weights."""
         if state.gradients is None:
             return state
         d_y = self._arriving_cotangents(now, state, d_output)
@@ -245,7 +233,7 @@ class OneForwardOneBackwardTick:
     ) -> PyTree:
         """Adds the gradients of `enter` for the microbatch whose last backward visit this was.
 
-        - `gradients`: those of its weights so far, and of its inputs.
+        `gradients` are those of its weights so far, and of its inputs.
         """
         row = row_of(inputs.enter, now.returning)
         needed, with_needed = _needed(row, gradients[1])
@@ -275,7 +263,7 @@ class OneForwardOneBackwardTick:
         return jax.lax.cond(due, function, otherwise, *state)
 
     def visits_at(self, now: PhasePlan) -> At:
-        """Which forward visits a tick makes."""
+        """The forward visits of a tick."""
         microbatches = self.schedule.microbatches
         return visits_at(now.forward_repeat, now.forward, now.is_forward, microbatches)
 
@@ -286,16 +274,10 @@ class OneForwardOneBackwardTick:
         return to_stages(x, self.schedule.stages)
 
     def leaving(self, end: WithCaptured, output: PyTree, row: PyTree) -> Array:
-        """The loss of the microbatch that leaves, a scalar.
-
-        - `end`: the weights of `leave`, and what it closes over.
-        - `output`: the activations of the last stage.
-        - `row`: the inputs of the microbatch.
-        """
+        """The loss of the microbatch that leaves."""
         return self.functions.leave(end.captured, end.weights, output, row)
 
     def reads(self, weights: LoopWeights, inputs: Inputs, now: PhasePlan) -> Reads:
-        """What the forward visits of a tick read besides the activations."""
         return _reads(weights, inputs, now.forward, now.forward_repeat)
 
     @property
@@ -333,7 +315,7 @@ def _reads(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Arra
 def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
     """The arrays of a row whose gradients are asked for, and a function that puts them back.
 
-    - `totals`: the gradients so far, None in the place of an array, or of all.
+    A total is None where no gradient is asked for.
     """
     leaves, tree = jax.tree.flatten(row)
     wanted = [total is not None for total in _each(totals, tree)]
@@ -351,21 +333,15 @@ def _each(totals: PyTree, tree: Any) -> list[Any]:
 
 
 def _add_row(totals: PyTree, needed: list[Array], microbatch: Array) -> PyTree:
-    """Adds the gradients of one microbatch to those of all.
-
-    - `totals`: `[microbatches, …]`, as for `_needed`.
-    - `needed`: `[…]`, of the arrays whose gradients are asked for.
-    """
+    """Adds the gradients of one microbatch to `[microbatches, …]`."""
     new = iter(needed)
     return jax.tree.map(lambda total: total.at[microbatch].add(next(new)), totals)
 
 
 def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
-    """Adds the gradients of each stage's microbatch to those of all, where they are asked for.
+    """Adds the gradients `[stages, …]` of each stage's microbatch, where they are asked for.
 
-    - `totals`: `[stages, microbatches, …]`, as for `_needed`.
-    - `new`: `[stages, …]` of all arrays, None for integers.
-    - `microbatch`: int32 `[stages]`.
+    The totals are `[stages, microbatches, …]`.
     """
     gradients, tree = jax.tree.flatten(new, is_leaf=lambda leaf: leaf is None)
     pairs = zip(_each(totals, tree), gradients, strict=True)
@@ -379,7 +355,6 @@ def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
 
 
 def row_of(tree: PyTree, microbatch: Array) -> PyTree:
-    """The inputs of one microbatch: `[microbatches, …]` to `[…]`."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), tree
     )

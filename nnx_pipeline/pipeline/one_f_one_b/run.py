@@ -76,13 +76,9 @@ def run_one_f_one_b(
     visit of another at each tick, and a microbatch starts its backward visits in the tick in which
     the last stage gives its loss. So a stage stores the residuals of about stages · (repeats + 1)
     visits at most (`OneForwardOneBackward.ring_slots`), however many microbatches there are, and
-    one gradient buffer per parameter. `enter` and `leave` run on all devices.
-
-    There are microbatches · repeats + stages · (repeats + 1) - 2 ticks. The first
-    stages · repeats - 1 have no backward part, and as many at the end have no forward part. So a
-    stage makes as many forward and backward visits as in the circular schedule, and as there it
-    idles, or computes and discards, for the time of stages - 1 visits in each direction. With remat
-    every stage is computed once more, also as in the circular schedule.
+    one gradient buffer per parameter. `enter` and `leave` run on all devices. With remat every
+    stage is computed once more, as in the circular schedule. `OneForwardOneBackward` has the number
+    of ticks.
 
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
     - `weights`: those of the three functions. Those whose gradient is not asked for, such as the
@@ -152,7 +148,6 @@ def run_one_f_one_b(
 
 
 def check_bundles(functions: Any, weights: Any, inputs: Any, options: Any) -> None:
-    """Raises InputError unless the arguments of a loop over a whole model have their types."""
     of_type("functions", functions, ModelFunctions)
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
@@ -175,15 +170,11 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
 
 
 def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
-    """The metric weights of a loop whose loss is lifted."""
     return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
 def _metric_weight(weight: Any) -> Any:
-    """A metric weight that may be traced; a gradient with respect to it raises InputError.
-
-    Raises InputError unless it is a real number, or an array of them.
-    """
+    """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
     if not is_number or isinstance(weight, bool) or not _is_real(weight):
         found = type_of(weight) if is_number else repr(weight)
@@ -239,14 +230,10 @@ class AnyLoop(Protocol):
 def by_loop(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
 ) -> tuple[Total, PyTree]:
-    """The loss by a loop that computes its gradients in the same ticks, if they are asked for.
+    """The loss with its parts, and the state; gradients are computed in the same ticks.
 
-    - `loop`: what goes through the ticks.
-    - `weights`, `inputs`, `layers`: as for `one_f_one_b.loop.Loop.run`.
-
-    Returns the loss with its parts, and the state of the layers. Raises InputError when a gradient
-    of a part is asked for, or by another loop than that of 1F1B one with respect to `inputs`, and
-    when one is asked for in float16 without a lift.
+    Raises InputError when a gradient of a part is asked for, or by another loop than that of 1F1B
+    one with respect to `inputs`, and when one is asked for in float16 without a lift.
     """
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers

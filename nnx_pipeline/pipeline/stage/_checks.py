@@ -27,13 +27,7 @@ from nnx_pipeline.sharding.layout import mesh_sizes
 
 
 def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: Schedule) -> None:
-    """Raises InputError unless arrays and mesh have the sizes that the schedule needs.
-
-    - `params`: must be `[repeats, stages, …]`, at least one array.
-    - `activations`: must be floating `[microbatches, …]`; None if another function makes them.
-    - `inputs`: must be `[microbatches, …]`.
-    - `schedule`: gives the numbers of repeats, stages and microbatches.
-    """
+    """Raises InputError unless arrays and mesh have the sizes that the schedule needs."""
     check_stacked(params, "parameter", schedule)
     if not jax.tree.leaves(params):
         raise InputError("the stages have no parameters; give params with at least one array")
@@ -58,10 +52,7 @@ def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
 
 
 def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
-    """Raises InputError unless arrays begin with the repeats and stages of a schedule.
-
-    - `what`: what to call them in the error.
-    """
+    """Raises InputError unless arrays begin with repeats and stages."""
     want = (schedule.repeats, schedule.stages)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.shape(leaf)[:2] != want:
@@ -75,12 +66,8 @@ def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
 def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     """The stage function as the loops call it, with checks of what a pipeline cannot support.
 
-    Those raise InputError for activations of another shape or dtype than the stage was given, for
-    metrics that do not say how they combine (see `metrics`), for a change of its parameters, which
-    would be lost after the visit, and for a state of another type than it was given. It returns
-    metrics as `Sum`, `Mean` and `Max` only, in float32 or wider.
-
-    - `has_state`: whether the stage function is also given a state, and returns it last.
+    It returns metrics as `Sum`, `Mean` and `Max` only, in float32 or wider. With `has_state` it is
+    also given a state, and returns it last.
     """
 
     @functools.wraps(apply_stage)
@@ -113,12 +100,7 @@ def _with_state(result: Any) -> tuple[tuple[PyTree, PyTree], PyTree]:
 
 
 def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
-    """What a stage or a layer returned, as activations that may be passed on, and metrics.
-
-    - `result`: what it returned.
-    - `x`: the activations that it was given.
-    - `who`: what to call it in an error.
-    - `following`: what gets the activations next.
+    """The activations and metrics that a stage or a layer returned.
 
     Raises InputError unless it is a pair, with activations of the same shapes and dtypes.
     """
@@ -138,8 +120,6 @@ def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[P
 
 
 def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function with an InputError unless it returns floating arrays."""
-
     @functools.wraps(enter)
     def apply(*given: Any) -> PyTree:
         x = enter(*given)
@@ -157,7 +137,7 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
     """The function with an InputError unless it returns one float32 number.
 
-    The losses of the microbatches add up in float32; one in bfloat16 would have lost digits before.
+    Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
     """
 
     @functools.wraps(leave)
@@ -181,12 +161,7 @@ def check_unchanged(
     function: Callable[..., Any],
     but: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Raises InputError if a function replaced, added or removed an array of a tree.
-
-    - `before`: the arrays before the call, as `arrays_of` gives them.
-    - `tree`: what the function was called with.
-    - `function`: is called with such a tree.
-    - `but`: what of the tree it may change, as for `arrays_of`.
+    """Raises InputError if a function replaced, added or removed an array of a tree, `but` state.
 
     It detects statistics in variables that are no state, and values that a module sows. Flax's
     `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives out. The
@@ -245,7 +220,6 @@ _IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not tr
 
 
 def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
-    """Raises InputError if two layers hold the same variable, which would become one for each."""
     others = {id(leaf) for _, leaf in _variables(another)}
     for path, leaf in _variables(layer):
         if id(leaf) in others:
@@ -278,10 +252,7 @@ def _described(layer: nnx.Module) -> dict[str, str]:
 
 
 def check_attributes(before: dict[str, str], layer: Any) -> None:
-    """Raises InputError if a call changed a plain attribute of a layer, which would be lost.
-
-    - `before`: what `plain_attributes` gave before the call.
-    """
+    """Raises InputError if a call changed a plain attribute, which would be lost."""
     for name, value in plain_attributes(layer).items():
         if before.get(name) != value:
             raise InputError(
@@ -291,7 +262,7 @@ def check_attributes(before: dict[str, str], layer: Any) -> None:
 
 
 def plain_attributes(layer: Any) -> dict[str, str]:
-    """The attributes of a layer, and of the modules in it, that are numbers, texts or None."""
+    """The attributes of a layer and its modules that are numbers, texts or None."""
     if not isinstance(layer, nnx.Module):
         return {}
     return {
@@ -303,10 +274,7 @@ def plain_attributes(layer: Any) -> dict[str, str]:
 
 
 def check_layer_variables(layer: nnx.Module) -> None:
-    """Raises InputError if a layer holds one variable in two places, or an array in none.
-
-    In a pipeline the two places would become two variables, each with a gradient of its own.
-    """
+    """Refuses a variable in two places, which would become two, and an array in none."""
     for path, module in nnx.iter_modules(layer):
         for attribute, value in vars(module).items():
             # While JAX traces, Flax does not take such an array as a part of the tree.
@@ -337,11 +305,7 @@ def check_layer_variables(layer: nnx.Module) -> None:
 def call_explained(
     function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
 ) -> Iterator[None]:
-    """Raises InputError if a call failed because the function does not take its arguments.
-
-    - `given`, `named`: the arguments, of which the names and the number count.
-    - `rule`: says what is called with what.
-    """
+    """Raises InputError if a call failed because the function does not take its arguments."""
     try:
         yield
     except TypeError as error:
@@ -376,10 +340,7 @@ def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:
 
 
 def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by their paths.
-
-    - `but`: whether to leave out what is in a node of the tree, such as a variable of state.
-    """
+    """The leaves of a tree by their paths, without those in a node that `but` is true of."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
     nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
     return {

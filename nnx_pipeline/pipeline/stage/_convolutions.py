@@ -20,10 +20,12 @@ SHARED, COPIES = ("data", "fsdp", "expert"), ("tensor", "context")
 
 
 def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a stage, which raises InputError where it has a convolution that goes wrong.
+    """The function of a stage, with an InputError where it has a convolution that goes wrong.
 
-    Only where the ambient mesh is one of those meshes is the function traced once more to see that.
-    On meshes with explicit axes JAX itself refuses such a convolution.
+    A convolution that is mapped over stages becomes one with groups. Where the batch is sharded too
+    and a further mesh axis holds copies, XLA adds the gradient of the kernel up over these copies
+    as well (jaxlib 0.10.2 and 0.12.0.1 on the CPU; `tests/pipeline/test_convolutions.py` shows it
+    without this package). On meshes with explicit axes JAX itself refuses such a convolution.
     """
     sizes = mesh_sizes()
     shared, copies = (_wide(axes, sizes) for axes in (SHARED, COPIES))

@@ -20,10 +20,7 @@ class BatchSplit:
 
     Each device cuts its own sequences, so that none is sent to another device. No part waits for
     another: while one waits for a collective, such as the all-to-all of experts, another computes.
-
-    - `parts`: how many there are.
-    - `devices`: over how many devices the batch of a call is spread.
-    - `whole`: the names of what a layer reads besides activations that has no axis of the batch.
+    `whole` are the names of side inputs without an axis of the batch.
     """
 
     parts: int
@@ -31,13 +28,7 @@ class BatchSplit:
     whole: frozenset[str]
 
     def __call__(self, layer: Callable[..., Any], x: PyTree, **side: Any) -> Any:
-        """What `layer(x, **side)` returns, computed part by part.
-
-        - `x`: activations `[batch, …]`, or a pytree of them.
-        - `side`: what the layer reads besides x.
-
-        Raises InputError for sequences of a device that do not split into the parts.
-        """
+        """What `layer(x, **side)` returns, computed part by part."""
         xs = self._cut(x)
         sides: list[dict[str, Any]] = [{} for _ in xs]
         for name, value in side.items():
@@ -95,8 +86,7 @@ class BatchSplit:
 def _reshaped(x: Array, leading: tuple[int, ...], same: int) -> Array:
     """An array with other leading axes, of which the first stays on the devices that it is on.
 
-    - `leading`: the new ones.
-    - `same`: how many of the last axes stay as they are.
+    The last `same` axes stay as they are.
     """
     shape = (*leading, *x.shape[x.ndim - same :])
     if not is_explicit():

@@ -33,15 +33,10 @@ class _Types:
 
 
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
-    """The result of `function(again, x)`, and the residuals of its derivative.
+    """The result of `function(again, x)`, and the residuals of its derivative, a pytree of arrays.
 
-    - `function`: its own `jax.checkpoint` decides what the residuals are; without one they are
-      everything that the derivative reads.
-    - `again`: arguments that `backward_from` is given again, so that they are not saved.
-    - `x`: the other argument, which is saved if the derivative reads it.
-
-    The residuals are a pytree of arrays, to be stored and given to `backward_from`, which may run
-    in another loop.
+    The function's own `jax.checkpoint` decides what the residuals are. Arrays of `again` are not
+    saved: `backward_from`, which may run in another loop, is given them again.
     """
     out, linear = jax.linearize(function, again, x)
     # A residual that is an array of `again` itself is found by its identity.
@@ -57,11 +52,9 @@ def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> t
 def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
     """The cotangents of `again` and of `x` of a call of `forward_keeping`; None for integers.
 
-    - `residuals`: the residuals that the call returned.
-    - `again`: the same arguments as in the call.
-    - `cotangents`: of the result of the call; None for a leaf whose gradient is not asked for. The
-      derivative then leaves this leaf out: with zeros instead, an infinite derivative would give
-      0 times infinity, which is NaN.
+    A cotangent of the result is None where its gradient is not asked for. The derivative then
+    leaves it out: with zeros instead, an infinite derivative would give 0 times infinity, which is
+    NaN.
     """
     leaves = jax.tree.leaves(again)
 
@@ -112,16 +105,14 @@ def _with_nones(tree: PyTree) -> list[Any]:
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether an array is of a dtype that has a gradient: floating or complex."""
+    """Whether an array has a gradient: floating or complex."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
-    """Gradient accumulators of zeros, shaped and sharded like the arrays of `tree`.
+    """Accumulators of zeros, shaped and sharded like `tree`; None for an array of integers.
 
-    - `tree`: any pytree of arrays; an array of integers gets None.
-    - `like`: the same tree of arrays, for the dtypes of the accumulators.
-    - `dtype`: a dtype for all accumulators in the place of those of `like`.
+    They are of `dtype`, or of the dtypes of `like`.
     """
 
     def one(leaf: Array, like: Array) -> Array | None:
@@ -131,12 +122,7 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:
-    """Adds gradients to accumulators, in the dtype of the accumulators.
-
-    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers, and of what
-      has no gradient asked for, of which the gradient is dropped.
-    - `gradients`: the same tree with the same shapes, in any floating dtypes.
-    """
+    """Adds gradients in the dtype of the totals; where a total is None the gradient is dropped."""
 
     def one(total: Array | None, gradient: Any) -> Array | None:
         return None if total is None else total + gradient.astype(total.dtype)
@@ -145,20 +131,14 @@ def add(totals: PyTree, gradients: PyTree) -> PyTree:
 
 
 def only(needed: PyTree, totals: PyTree) -> PyTree:
-    """The accumulators of what has a gradient asked for, and None for everything else.
-
-    - `needed`: bool in the place of each array.
-    - `totals`: a tree of arrays, and perhaps None, of the same structure.
-    """
+    """The totals of what has a gradient asked for, and None for everything else."""
     return jax.tree.map(lambda yes, total: total if yes else None, needed, totals)
 
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
     """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
 
-    - `gradients`: arrays of any floating dtype, and None in the place of integers, and of arrays
-      whose gradient is not asked for, which get zeros that JAX drops.
-    - `primals`: the arguments that these are the gradients of.
+    A gradient that is None becomes float0 or zeros, which JAX drops.
     """
 
     def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
@@ -168,7 +148,6 @@ def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
 
 
 def no_gradient(primals: PyTree) -> PyTree:
-    """The cotangents of arrays that have no gradient, as `jax.custom_vjp` requires them."""
     return jax.tree.map(_none_of, primals)
 
 

@@ -32,16 +32,11 @@ def run_whole_batch(
     stage: StageLayers,
     copies_of: Callable[[Any], Any],
 ) -> tuple[Any, ...]:
-    """Applies all layers to the whole batch; the result is that of `Runner.run`.
+    """Applies all layers of each kind, `[repeats, 1, layers, …]`; returns what `Runner.run` does.
 
-    If ZeRO-1 shards the gradients, the layers run in copies. These are made layer by layer, so that
-    the full gradient of only one layer exists at a time.
-
-    - `kinds`: the stack of each kind of layers, `[repeats, 1, layers, …]`.
-    - `x`, `side`: activations and side inputs, laid out as for a whole batch.
-    - `stored`: the state of the layers as `split_state` gives it; None for none.
-    - `stage`: applies the layers.
-    - `copies_of`: gives the copies of one layer.
+    If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one layer,
+    so that the full gradient of only one layer exists at a time. `stored` is the state as
+    `split_state` gives it.
     """
     state = None if stored is None else _of_one_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
@@ -73,10 +68,7 @@ def run_whole_batch(
 
 
 def _of_one_microbatch(state: list[Any]) -> list[Array]:
-    """The state of layers that all microbatches go through at once.
-
-    Raises InputError for caches of several microbatches.
-    """
+    """Refuses caches of several microbatches."""
     found = []
     for leaf in state:
         if isinstance(leaf, PerMicrobatch):
@@ -93,8 +85,7 @@ def _of_one_microbatch(state: list[Any]) -> list[Array]:
 def in_order(tree: PyTree, stack: Stack) -> PyTree:
     """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them.
 
-    - `stack`: which layer is where. Padding is left out, but for that of the last layers of some
-      kinds where the last layer is of another.
+    Padding is left out, but for the last layers of some kinds where the last layer is of another.
     """
 
     def one(leaf: Array) -> Array:
@@ -108,11 +99,7 @@ def in_order(tree: PyTree, stack: Stack) -> PyTree:
 
 
 def written_back(stacked: Array, new: Array) -> Array:
-    """A stack in which the first layers have new values; the rest is padding.
-
-    - `stacked`: `[repeats, 1, layers per stage, …]`.
-    - `new`: `[layers, …]`, as `in_order` gives them.
-    """
+    """`[repeats, 1, layers per stage, …]` with new values `[layers, …]`; the rest is padding."""
     rest = stacked.reshape(-1, *stacked.shape[3:])[new.shape[0] :]
     everything = jnp.concatenate([new, rest]) if rest.shape[0] else new
     return everything.reshape(stacked.shape)

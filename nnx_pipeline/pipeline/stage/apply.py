@@ -53,26 +53,14 @@ def read_row(index: Array, leaf: Array) -> Array:
 def select_repeat(
     params: PyTree, repeat: Array, read: Callable[[Array, Array], Array] = read_row
 ) -> PyTree:
-    """Selects the parameters of each stage's repeat: `[repeats, stages, …]` to `[stages, …]`.
-
-    Every stage reads from its own shard; nothing is sent.
-
-    - `params`: `[repeats, stages, …]`.
-    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
-    - `read`: takes one repeat out of a stage's shard.
-    """
+    """The parameters of each stage's repeat: `[repeats, stages, …]` to `[stages, …]`."""
     if jax.tree.leaves(params)[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
     return _each_stage(read, repeat, (params,), stage_axes=(1,))
 
 
 def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
-    """Replaces each stage's entry of its own repeat.
-
-    - `params`: `[repeats, stages, …]`.
-    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
-    - `new`: the new entries, `[stages, …]`.
-    """
+    """Replaces each stage's entry of its own repeat: `[stages, …]` in `[repeats, stages, …]`."""
 
     def put(repeat: Array, leaf: Array, new: Array) -> Array:
         return jnp.expand_dims(leaf.at[repeat].set(new[None], **_WITHIN), 1)
@@ -81,21 +69,12 @@ def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
 
 
 def select_slot(tree: PyTree, slot: Array) -> PyTree:
-    """Reads a slot of its own on each stage: `[stages, slots, …]` to `[stages, …]`.
-
-    - `tree`: buffers, sharded over the mesh axis `stage` along their first axis.
-    - `slot`: int32 `[stages]`, the number of the slot that each stage reads.
-    """
+    """Reads a slot of its own on each stage: `[stages, slots, …]` to `[stages, …]`."""
     return _each_stage(read_row, slot, (tree,), stage_axes=(0,))
 
 
 def at_slot(tree: PyTree, slot: Array, new: PyTree) -> PyTree:
-    """Replaces a slot of its own on each stage.
-
-    - `tree`: buffers `[stages, slots, …]`, as for `select_slot`.
-    - `slot`: int32 `[stages]`, the number of the slot that each stage writes.
-    - `new`: the new entries, `[stages, …]`.
-    """
+    """Replaces a slot of its own on each stage: `[stages, …]` in `[stages, slots, …]`."""
 
     def put(slot: Array, leaf: Array, new: Array) -> Array:
         return jnp.expand_dims(jax.lax.dynamic_update_index_in_dim(leaf, new, slot[0], axis=0), 0)
@@ -112,11 +91,9 @@ def _each_stage(
 ) -> PyTree:
     """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent.
 
-    - `function`: gets an index of shape `[1]` and leaves without the axis of stages; its result has
-      an axis of stages of length 1.
-    - `index`: integers `[stages]`.
-    - `trees`: pytrees with the same number of leaves, of which each call gets one of each.
-    - `stage_axes`: the position of the axis of stages, for each tree.
+    The function gets an index `[1]` and leaves without the axis of stages, one of each tree; its
+    result has an axis of stages of length 1. `stage_axes` has the position of that axis for each
+    tree.
     """
     columns = [jax.tree.leaves(tree) for tree in trees]
     index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
@@ -175,8 +152,7 @@ def run_sequential(
     - `apply_stage`: as for `run_pipeline`; it must wrap its metrics in `Sum`, `Mean` or `Max`, as
       `MicrobatchMean` is not supported.
     - `params`: `[repeats, stages, …]`.
-    - `microbatches`: the activations that enter the first stage, `[microbatches, …]`.
-    - `side_inputs`: what every stage reads besides, `[microbatches, …]`; None for nothing.
+    - `microbatches`, `side_inputs`: `[microbatches, …]`; None for no side inputs.
 
     Returns the outputs `[microbatches, …]` and the metrics of all visits combined, as
     `run_pipeline` does. It uses no mesh and no overlap.

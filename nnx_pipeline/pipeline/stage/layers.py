@@ -48,12 +48,9 @@ UNROLLED = 4
 
 @dataclass(frozen=True)
 class LayersInTurn:
-    """Applies several layers one after the other.
+    """Applies `number` layers one after the other, of `kinds` kinds that take turns.
 
-    - `number`: the number of layers.
-    - `kinds`: how many kinds of layers take turns.
-    - `remat`: what to keep of each layer for the backward pass.
-    - `in_ticks`: whether a tick of a loop applies them, which has a checkpoint of its own.
+    With `in_ticks` a tick of a loop applies them, which has a checkpoint of its own.
     """
 
     number: int
@@ -66,12 +63,11 @@ class LayersInTurn:
         """Whether the layers are separate arrays and unrolled, instead of stacked and scanned.
 
         A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
-        weights of each out of the stack, and put its gradient into a stack of the visit, which
-        is stored next to the accumulators until the visit is over. Of layers apart each gradient is
-        added as soon as it is complete. The cost is that compile time grows with the number of
-        layers. For `mixtral-small` on a TPU v5p (libtpu
-        0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and 258 MB, 23.3 and 20.5 ms
-        of compute.
+        weights of each out of the stack, and put its gradient into a stack of the visit, which is
+        stored next to the accumulators until the visit is over. Of layers apart each gradient is
+        added as soon as it is complete; compile time grows with the number of layers. For
+        `mixtral-small` on a TPU v5p (libtpu 0.0.42.1) with 2 layers per stage, scanned and apart:
+        temp 354 and 258 MB, 23.3 and 20.5 ms of compute.
 
         Any number is unrolled if each is of a kind of its own, and if some of what the layers
         compute is offloaded, because no compiler sends a value from a loop inside another loop to
@@ -83,13 +79,10 @@ class LayersInTurn:
     def __call__(
         self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Applies all layers to x; returns the result, and the metrics of each.
+        """Applies all layers by `apply`, (x, layer) to (x, metrics).
 
-        The metrics are a tuple with an entry `[layers of the kind, …]` for each kind.
-
-        - `apply`: (x, layer) to (x, metrics).
-        - `layers`: all of them if they are `apart`, else the stack of each kind, `[layers of
-          the kind, …]`.
+        `layers` are all of them if they are `apart`, else the stack of each kind. The metrics have
+        an entry `[layers of the kind, …]` for each kind.
         """
 
         def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, tuple[PyTree, ...]]:
@@ -174,12 +167,11 @@ class LayerPlace(NamedTuple):
 
     @classmethod
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
-        """The place of a layer by its number.
+        """The place of a layer by its number, an int32 scalar.
 
-        - `layer`: its number, an int32 scalar. Padding is told that it is the last layer of its
-          kind: of a number that the model does not have, a layer may make what is infinite, as by
-          1 / (layers - number), and then even a discarded result makes a gradient NaN.
-        - `stack`: which layer is where.
+        Padding is told that it is the last layer of its kind: of a number that the model does not
+        have, a layer may make what is infinite, as by 1 / (layers - number), and then even a
+        discarded result makes a gradient NaN.
         """
         each, stages = stack.per_stage, stack.stages
         real = layer
@@ -250,17 +242,10 @@ def call_layer(
     microbatches: int = 1,
     split: BatchSplit | None = None,
 ) -> tuple[PyTree, LayerResult]:
-    """Applies one layer; returns its activations, and what else it gives.
+    """Applies one layer to `[batch, …]`, which holds so many microbatches.
 
-    - `x`: `[batch, …]`, or a pytree of such arrays.
-    - `numbered`: the layer. Its keys for dropout are made from those of the batch and its number,
-      and so is its `place`, if it takes one.
-    - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
-    - `stack`: which layer is where.
-    - `microbatches`: how many microbatches x holds.
-    - `split`: how the batch is cut into parts; None computes it at once.
-
-    A layer that is padding leaves activations and state as they are; its metrics mean nothing.
+    Its keys for dropout are made from those of the batch (`keys` in `side`) and its number. A layer
+    that is padding leaves activations and state as they are; its metrics mean nothing.
     """
     layer, number, state = numbered
     keys = side.get("keys")
@@ -293,12 +278,8 @@ def call_layer(
 class StageLayers:
     """The function of a stage: applies its layers to one microbatch, once per copy of the weights.
 
-    - `stack`: which layer is where.
-    - `in_turn`: applies the layers of a stage one after the other.
-    - `layout`: the layout in which they run. With an axis of copies the weights and x have one too.
-    - `split`: as for `call_layer`.
-    - `shared`: the side inputs that have no axis of the batch.
-    - `microbatches`: how many microbatches go through the layers at once.
+    With an axis of copies in `layout` the weights and x have one too. `shared` are the side inputs
+    without an axis of the batch.
     """
 
     stack: Stack
@@ -313,8 +294,8 @@ class StageLayers:
     ) -> tuple[Any, ...]:
         """As for `run_pipeline`.
 
-        - `stack`: the layers of the stage, as `StackedLayers.stacked` gives them.
-        - `state`: the state of the layers, `[layers per stage, …]` each.
+        `stack` are the layers of the stage, as `StackedLayers.stacked` gives them; each state is
+        `[layers per stage, …]`.
         """
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
@@ -348,12 +329,9 @@ def of_all_kinds(
     copies: int | None = None,
     calls: int | None = None,
 ) -> tuple[PyTree, list[Array]]:
-    """The metrics of a call of all layers of a stage, and their state.
+    """The metrics of a call of all layers of a stage, and their state, from those of each kind.
 
-    - `found`: what `call_layer` returned besides the activations, for each kind.
-    - `stack`: which layer is where.
-    - `copies`: the position of the axis of copies; None if there is no such axis.
-    - `calls`: into how many calls all layers are divided; None for the visits of a loop.
+    All layers are divided into `calls` calls; None for the visits of a loop.
     """
     calls = calls or stack.visits
     metrics = over_kinds(

@@ -1,9 +1,8 @@
 """State of the layers that is no parameter: each visit reads it, and may write it anew.
 
-Running statistics and the counters of random numbers are such state. A stage works on the
-microbatches one after the other, so it leaves a state as a loop over microbatches would: the
-visit of one microbatch reads what the one before it wrote, or, of what is `PerMicrobatch`, what was
-there of this microbatch. State has no gradient.
+Running statistics and the counters of random numbers are such state. A stage leaves it as a loop
+over microbatches would: the visit of one microbatch reads what the one before it wrote, or, of what
+is `PerMicrobatch`, what was there of this microbatch. State has no gradient.
 """
 
 from dataclasses import dataclass
@@ -85,13 +84,7 @@ class LayerStates(NamedTuple):
 
 
 def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
-    """The state of all layers as the loops read and write it.
-
-    - `state`: `[repeats, stages, …]`, or `PerMicrobatch`; None for no state.
-    - `schedule`: gives the numbers of repeats, stages and microbatches.
-
-    Raises InputError for arrays of other shapes.
-    """
+    """The state of all layers as the loops read and write it."""
 
     def as_rows(x: Array) -> Array:
         if jnp.shape(x)[2:3] != (schedule.microbatches,):
@@ -114,11 +107,9 @@ def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
 def take(state: LayerStates, at: At) -> PyTree:
     """The state that each stage reads, `[stages, …]`.
 
-    - `state`: of all layers.
-    - `at`: the visits of the tick. In a bubble a stage reads its first state: what the last visit
-      left may hold the microbatch that the stage works on in the bubble, and a derivative need not
-      be defined where both are equal. Of what is `PerMicrobatch` it reads any row there, because a
-      first state would be a second copy of it.
+    In a bubble a stage reads its first state: what the last visit left may hold the microbatch that
+    the stage works on in the bubble, and a derivative need not be defined where both are equal. Of
+    what is `PerMicrobatch` it reads any row, because a first state would be a second copy of it.
     """
 
     def one(now: Any, first: Any) -> Any:
@@ -130,11 +121,7 @@ def take(state: LayerStates, at: At) -> PyTree:
 
 
 def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
-    """Writes the state of each stage back, except in a bubble.
-
-    - `state`, `at`: as for `take`.
-    - `new`: what the visits left, `[stages, …]`.
-    """
+    """Writes the state `[stages, …]` that the visits left back, except in a bubble."""
 
     def written(before: PyTree, row: Array, new: PyTree) -> PyTree:
         if not jax.tree.leaves(before):
@@ -161,7 +148,7 @@ def _value(leaf: Any) -> Any:
 
 
 def without_gradient(tree: PyTree) -> PyTree:
-    """State as a visit reads or writes it: its gradient is zero."""
+    """State as a visit reads or writes it."""
     return jax.tree.map(jax.lax.stop_gradient, tree)
 
 
@@ -176,7 +163,7 @@ def check_written(before: PyTree, after: PyTree) -> None:
 
 
 def alike(one: PyTree, other: PyTree) -> bool:
-    """Whether two pytrees have the same structure, and arrays of the same shapes and dtypes."""
+    """Whether two pytrees have the same structure, shapes and dtypes."""
     trees: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
     return trees[0] == trees[1] and jax.tree.leaves(types_of(one)) == jax.tree.leaves(
         types_of(other)
@@ -184,11 +171,9 @@ def alike(one: PyTree, other: PyTree) -> bool:
 
 
 def types_of(tree: PyTree) -> PyTree:
-    """The tree with the dtype and shape of each array in its place."""
     return jax.tree.map(type_of, tree)
 
 
 def type_of(leaf: Any) -> str:
-    """The dtype and shape of an array or a number."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

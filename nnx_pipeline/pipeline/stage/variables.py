@@ -36,20 +36,15 @@ _STORED = "stored"  # the metadata of a variable that is read alone: the dtype o
 
 
 def is_state(leaf: Any) -> bool:
-    """Whether a leaf is a variable that visits write."""
     return isinstance(leaf, STATE)
 
 
 def is_per_microbatch(leaf: Any) -> bool:
-    """Whether a leaf is a variable of state of which each microbatch has its own."""
     return isinstance(leaf, nnx.Cache)
 
 
 def is_averaged(variable: nnx.Variable[Any]) -> bool:
-    """Whether all microbatches read what was before the first, and the mean of theirs is left.
-
-    Raises InputError for another value of its metadata `over_microbatches`, and for integers.
-    """
+    """Whether all microbatches read what was before the first, and the mean of theirs is left."""
     said = variable.get_metadata().get(OVER_MICROBATCHES, "last")
     one_of(OVER_MICROBATCHES, said, ("last", "mean"))
     kind = variable.get_value().dtype
@@ -64,11 +59,10 @@ def is_averaged(variable: nnx.Variable[Any]) -> bool:
 def split_state(layers: Any, microbatches: int) -> Any:
     """Layers as the loops read them: `WithState` where they have state, else the layers alone.
 
-    - `layers`: a module. In the result a variable that is read alone holds the bits of its array as
-      integers, so that a loop makes no gradient for it; only `join_state` reads it. The state is
-      a list of arrays in the order of its variables; that of a cache, and what is averaged
-      over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
-    - `microbatches`: how many there are.
+    In the result a variable that is read alone holds the bits of its array as integers, so that a
+    loop makes no gradient for it; only `join_state` reads it. The state is a list of arrays in the
+    order of its variables; that of a cache, and what is averaged over microbatches, is
+    `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
     """
     variables = _variables(layers)
     if all(isinstance(variable, nnx.Param) for variable in variables):
@@ -93,10 +87,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
 
 
 def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
-    """The inverse of `split_state`, for the layers of a stack or for one of them.
-
-    - `state`: arrays in the order of the variables; None leaves one empty.
-    """
+    """The inverse of `split_state`, for a stack or one layer; None leaves a state empty."""
     if all(isinstance(variable, nnx.Param) for variable in _variables(layers)):
         return layers
     values = iter(state)
@@ -110,21 +101,14 @@ def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
 
 
 def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
-    """The state of layers of several kinds, for each kind.
-
-    - `kinds`: a layer of each kind, or a stack of them.
-    - `state`: arrays in the order of the variables of all kinds; None as an empty list.
-    """
+    """The state of layers of several kinds, for each kind."""
     values = iter(state or [])
     counts = [sum(map(is_state, _variables(layer))) for layer in kinds]
     return [list(itertools.islice(values, count)) for count in counts]
 
 
 def state_after(layer: Any, before: list[Array]) -> list[Array]:
-    """The state that a call left in a layer, placed as it was before.
-
-    - `before`: the state that the call was given.
-    """
+    """The state that a call left in a layer, placed as it was before."""
     after = [variable.get_value() for variable in _variables(layer) if is_state(variable)]
     if not is_explicit() or len(after) != len(before):
         return after
@@ -135,10 +119,7 @@ def state_after(layer: Any, before: list[Array]) -> list[Array]:
 
 
 def write_state(layers: Any, state: list[Any]) -> None:
-    """Sets the state of stacked layers.
-
-    - `state`: arrays in the order of the variables, as `split_state` gives them.
-    """
+    """Sets the state of stacked layers, as `split_state` gives it."""
     variables = [variable for variable in _variables(layers) if is_state(variable)]
     for variable, value in zip(variables, state, strict=True):
         if is_per_microbatch(variable):
