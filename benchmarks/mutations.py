@@ -59,13 +59,13 @@ MUTATIONS = (
         "test_pipeline",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_plan.py",
+        "nnx_pipeline/pipeline/circular/_tick.py",
         "from_stream=jnp.asarray(tick < schedule.microbatches)",
         "from_stream=jnp.asarray(tick <= schedule.microbatches)",
         "test_pipeline",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_plan.py",
+        "nnx_pipeline/pipeline/circular/_tick.py",
         "tick % schedule.stream_slots",
         "(tick + 1) % schedule.stream_slots",
         "test_pipeline",
@@ -209,7 +209,7 @@ MUTATIONS = (
         "test_closed_over",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/one_f_one_b/_plan.py",
+        "nnx_pipeline/pipeline/one_f_one_b/_state.py",
         "write=indices(schedule.written)",
         "write=indices(0 * schedule.written)",
         "test_one_f_one_b",
@@ -269,7 +269,7 @@ MUTATIONS = (
         "test_model",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/_exchange/buffers.py",
+        "nnx_pipeline/pipeline/_exchange.py",
         "moved = where(last, new, shift(column, by=-1, how=how))",
         "moved = where(last, new, column)",
         "test_pipeline",
@@ -749,13 +749,13 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_expert_axes.py",
+        "nnx_pipeline/ops/_by_choice.py",
         "return jax.lax.psum(gradient, rest) if rest else gradient",
         "return gradient",
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_expert_axes.py",
+        "nnx_pipeline/ops/_by_choice.py",
         "return jax.lax.psum(y, self.mlp) if self.mlp else y",
         "return y",
         "test_grouped_experts",
@@ -767,19 +767,19 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/slots.py",
+        "nnx_pipeline/ops/_capacity.py",
         "sort_by_expert(experts.T,",
         "sort_by_expert(experts.reshape(experts.T.shape),",
         "test_capacity_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/slots.py",
+        "nnx_pipeline/ops/_capacity.py",
         "rank < capacity,",
         "rank <= capacity,",
         "test_capacity_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/experts.py",
+        "nnx_pipeline/ops/_capacity.py",
         "split_axis=1, concat_axis=0",
         "split_axis=0, concat_axis=1",
         "test_capacity_experts",

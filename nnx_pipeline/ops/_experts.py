@@ -37,9 +37,7 @@ class ExpertKernels(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """`dropped` is the share of each sequence's choices that no expert took; None if there are
-    none.
-    """
+    """`dropped` is the share of each sequence's choices that no expert took, or None."""
 
     output: Float[Array, "batch seq embed"]
     dropped: Float[Array, "batch"] | None = None

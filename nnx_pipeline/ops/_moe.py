@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.ops._capacity.experts import CapacityExperts
+from nnx_pipeline.ops._capacity import CapacityExperts
 from nnx_pipeline.ops._experts import DenseExperts, ExpertKernels, Mix
 from nnx_pipeline.ops._grouped.experts import GroupedExperts
 from nnx_pipeline.ops._router import Routing, Usage, expert_usage, route

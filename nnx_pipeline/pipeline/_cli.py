@@ -140,14 +140,15 @@ def _show_plan(
     from nnx_pipeline.lab._report.output import emit_json, show
     from nnx_pipeline.pipeline._stack import make_stack
     from nnx_pipeline.pipeline._timetable.actions import actions_of
-    from nnx_pipeline.pipeline._timetable.both import make_both
-    from nnx_pipeline.pipeline._timetable.figure import write_picture
-    from nnx_pipeline.pipeline._timetable.layers import (
+    from nnx_pipeline.pipeline._timetable.figure import make_both, write_picture
+    from nnx_pipeline.pipeline._timetable.text import (
         layers_table,
         layers_to_json,
+        legend,
+        summary,
         summary_of_layers,
+        timetable,
     )
-    from nnx_pipeline.pipeline._timetable.text import legend, summary, timetable
 
     views: list[Any] = [summary(plan), timetable(plan), legend(plan)]
     own = {}

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
-from nnx_pipeline.pipeline._exchange.buffers import stage_axis
+from nnx_pipeline.pipeline._exchange import stage_axis
 from nnx_pipeline.sharding.dropout import sequence_keys
 from nnx_pipeline.sharding.layout import Layout, P, is_explicit, mesh_sizes, place
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, stage_axis, where
+from nnx_pipeline.pipeline._exchange import over_stage, stage_axis, where
 from nnx_pipeline.sharding._gradients import no_gradient_of
 from nnx_pipeline.sharding.layout import P, is_explicit, place
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from nnx_pipeline.config._remat import FULL, Remat
 from nnx_pipeline.lab.errors import InputError, one_of
-from nnx_pipeline.pipeline._exchange.shift import SHIFTS, ShiftName
+from nnx_pipeline.pipeline._exchange import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.gather import FsdpGather
 from nnx_pipeline.sharding.layout import Layout
 

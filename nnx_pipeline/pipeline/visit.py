@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, rows
+from nnx_pipeline.pipeline._exchange import over_stage, rows
 from nnx_pipeline.pipeline.gather import FsdpGather
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops._grouped.how import How
-from nnx_pipeline.ops._grouped.order import Some, visits
+from nnx_pipeline.ops._grouped.order import How, Some, visits
 
 
 def product(

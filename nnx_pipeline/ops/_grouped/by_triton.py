@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops._grouped.how import How
-from nnx_pipeline.ops._grouped.order import Some, visits
+from nnx_pipeline.ops._grouped.order import How, Some, visits
 
 Ref = Any  # a reference of Pallas to an array, for which JAX has no public type
 SHARED_MEMORY = 200 * 2**10  # bytes for what is loaded ahead; a multiprocessor of an H100 has 227

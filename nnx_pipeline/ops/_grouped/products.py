@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_platform
 from nnx_pipeline.ops._grouped import by_tiles
-from nnx_pipeline.ops._grouped.how import How, Tile
-from nnx_pipeline.ops._grouped.order import Some
+from nnx_pipeline.ops._grouped.order import How, Some, Tile
 from nnx_pipeline.ops._per_device import one_by_one
 
 Backend = Literal["megablox", "triton", "tiles"]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline import visit
-from nnx_pipeline.pipeline._exchange.buffers import slot
+from nnx_pipeline.pipeline._exchange import slot
 from nnx_pipeline.pipeline.circular._backward import (
     Others,
     TwoWayTick,

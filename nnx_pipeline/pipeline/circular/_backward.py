@@ -12,8 +12,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline.circular import _tick
-from nnx_pipeline.pipeline.circular._plan import CircularPlan
-from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularLoop
+from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularLoop, CircularPlan
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage._vjp import add, argument_of, only, zero_gradients
 from nnx_pipeline.pipeline.stage.apply import Moving

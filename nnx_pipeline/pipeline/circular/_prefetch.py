@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, where
+from nnx_pipeline.pipeline._exchange import over_stage, where
 from nnx_pipeline.pipeline.circular._backward import Cotangents, Others, TwoWayTick
-from nnx_pipeline.pipeline.circular._plan import CircularPlan, circular_plan
-from nnx_pipeline.pipeline.circular._tick import CircularCarry
+from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularPlan, circular_plan
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage._vjp import add, zero_gradients
 from nnx_pipeline.pipeline.stage.apply import Moving

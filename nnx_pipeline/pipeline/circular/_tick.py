@@ -1,4 +1,4 @@
-"""One tick of the circular loop, and the walk over all ticks.
+"""The timetable of the circular loop, one tick of it, and the walk over all ticks.
 
 With one repeat this is the plain pipeline. Every array of a tick begins with the axis of stages, so
 one line below is the work of all stages at once:
@@ -16,18 +16,50 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import ITERATION_INPUT, named
 from nnx_pipeline.pipeline import visit
-from nnx_pipeline.pipeline._exchange.buffers import mark_stage, over_stage, push, slot, where
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
-from nnx_pipeline.pipeline.circular._plan import CircularPlan, circular_plan
+from nnx_pipeline.pipeline._exchange import (
+    ShiftName,
+    mark_stage,
+    over_stage,
+    push,
+    shift,
+    slot,
+    where,
+)
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
+
+
+class CircularPlan(NamedTuple):
+    """The schedule as arrays with one row per tick; in a bubble all indices are still valid."""
+
+    microbatch: Array  # int32 [ticks, stages]
+    repeat: Array  # int32 [ticks, stages]
+    active: Array  # bool [ticks, stages], False in a bubble
+    from_stream: Array  # bool [ticks], whether stage 0 takes a new microbatch
+    stream_slot: Array  # int32 [ticks], the slot of the stream that is read and written
+    queue_slot: Array  # int32 [ticks], the slot of the queue that is read and written
+
+
+def circular_plan(schedule: CircularSchedule) -> CircularPlan:
+    """In a bubble a stage has microbatch 0 and repeat 0."""
+    visits, tick = schedule.visits, np.arange(schedule.ticks, dtype=np.int32)
+    return CircularPlan(
+        microbatch=jnp.asarray(visits.microbatch),
+        repeat=jnp.asarray(visits.repeat),
+        active=jnp.asarray(visits.active),
+        from_stream=jnp.asarray(tick < schedule.microbatches),
+        stream_slot=jnp.asarray(tick % schedule.stream_slots),
+        queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
+    )
+
 
 # (now, input of every stage) to (output of every stage, whatever else the visit gives)
 MakeVisits = Callable[[CircularPlan, Moving], tuple[Moving, PyTree]]

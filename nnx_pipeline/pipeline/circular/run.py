@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline._exchange.buffers import merge, split
+from nnx_pipeline.pipeline._exchange import merge, split
 from nnx_pipeline.pipeline.circular import _tick
 from nnx_pipeline.pipeline.circular._accumulate import Accumulate
 from nnx_pipeline.pipeline.circular._tick import CircularLoop, autodiff_tick

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import (
+from nnx_pipeline.pipeline._exchange import (
     empty_host_ring,
     empty_ring,
     from_stage,
@@ -16,8 +16,13 @@ from nnx_pipeline.pipeline._exchange.buffers import (
 )
 from nnx_pipeline.pipeline.contract import Inputs, Weights
 from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
-from nnx_pipeline.pipeline.one_f_one_b._plan import PhasePlan, one_f_one_b_plan
-from nnx_pipeline.pipeline.one_f_one_b._state import NOTHING, LoopState, LoopWeights
+from nnx_pipeline.pipeline.one_f_one_b._state import (
+    NOTHING,
+    LoopState,
+    LoopWeights,
+    PhasePlan,
+    one_f_one_b_plan,
+)
 from nnx_pipeline.pipeline.one_f_one_b._tick import OneForwardOneBackwardTick, Phase, row_of
 from nnx_pipeline.pipeline.stage._repeats import split_to_read
 from nnx_pipeline.pipeline.stage._vjp import only, zero_gradients

@@ -18,18 +18,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import (
+from nnx_pipeline.pipeline._exchange import (
+    ShiftName,
     from_stage,
     mark_stage,
     over_stage,
+    shift,
     to_stages,
     where,
 )
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_counted, weights_like
-from nnx_pipeline.pipeline.one_f_one_b._plan import PhasePlan
-from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, WithCaptured
+from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers

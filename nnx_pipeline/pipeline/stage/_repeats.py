@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline.stage._vjp import add
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import declared, over_kinds
 from nnx_pipeline.pipeline.stage._checks import (

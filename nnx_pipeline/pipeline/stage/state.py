@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
