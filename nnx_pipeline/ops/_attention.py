@@ -144,10 +144,7 @@ def in_slots(
     new: Float[Array, "batch 1 kv_heads head_dim"],
     positions: Int[Array, "batch 1"],
 ) -> Float[Array, "batch slots kv_heads head_dim"]:
-    """Stored keys or values, with one new token of each sequence written into its slot.
-
-    A token at a position outside the slots is not stored.
-    """
+    """Stored keys or values, with a new token of each sequence in its slot, if it has one."""
     # A choice for each slot keeps every array in its sharding. It reads and writes all slots, as
     # many bytes as attention reads; a scatter would write one, but has no sharding rule.
     slots = jnp.arange(stored.shape[1], dtype=jnp.int32)
@@ -276,10 +273,8 @@ def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
 
 
 def soft_cap_slope(capped: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32.
-
-    Values beyond the cap, such as the score of a key that is masked, have the derivative 0.
-    """
+    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32."""
+    # Values beyond the cap, such as the score of a key that is masked, have the derivative 0.
     return jnp.maximum(1 - jnp.square(capped.astype(jnp.float32) / cap), 0)
 
 
@@ -292,12 +287,10 @@ def _added(total: Array, new: Array) -> Array:
 
 
 def _scores(how: _How, query: Array, key: Array, readable: Array) -> Array:
-    """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs.
-
-    That is the order in which the product gives them. In another one XLA for NVIDIA GPUs transposes
-    arrays of this size: in the backward pass of `mixtral-small` on H100 it holds three of them, and
-    with query and queries per key exchanged it holds five (temp 257 and 291 MB).
-    """
+    """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs."""
+    # That is the order in which the product gives them. In another one XLA for NVIDIA GPUs
+    # transposes arrays of this size: in the backward pass of `mixtral-small` on H100 it holds three
+    # of them, and with query and queries per key exchanged it holds five (temp 257 and 291 MB).
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, key)
     if how.cap is not None:
         scores = soft_cap(scores, how.cap)

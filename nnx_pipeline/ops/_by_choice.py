@@ -40,11 +40,9 @@ class ExpertAxes:
 
     @classmethod
     def of(cls: type[_Axes], kind: str, experts: int, layout: Layout, **more: Any) -> _Axes:
-        """The axes on the ambient mesh; `more` are fields of a class below this one.
-
-        Raises InputError unless the tokens are sharded over what shards experts and width. Only
-        then do sums over these mesh axes add up other tokens, and no token twice.
-        """
+        """The axes on the ambient mesh; `more` are fields of a class below this one."""
+        # Only where the tokens are sharded over what shards experts and width do sums over these
+        # mesh axes add up other tokens, and no token twice.
         axes = cls(
             kind=kind,
             experts=experts,
@@ -125,10 +123,7 @@ class OnDevices(ExpertAxes, abc.ABC):
     def close(
         self, hidden: Array, weights: Array, places: PyTree, down: Array
     ) -> tuple[Array, CloseResiduals]:
-        """Σ over the choices of a token of weight · hidden · down, and the residuals.
-
-        `weights` are `[batch, seq, chosen]`, and the sum is `[batch, seq, embed]`.
-        """
+        """Σ over a token's choices of weight · hidden · down, and the residuals."""
 
     @abc.abstractmethod
     def close_back(self, residuals: CloseResiduals, cotangent: Array) -> tuple[Array, Array, Array]:

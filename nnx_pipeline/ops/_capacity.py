@@ -39,11 +39,9 @@ class Slots(NamedTuple):
 
 
 def capacity_of(length: int, chosen: int, experts: int, factor: float) -> int:
-    """How many choices of one sequence an expert takes: ⌈seq · chosen · factor / experts⌉.
-
-    No expert is chosen more than once for a token, so the result is `length` at most. The factor
-    counts as the decimal number that is written: 1.1 times 10 choices are 11, and not 12.
-    """
+    """How many choices of one sequence an expert takes: ⌈seq · chosen · factor / experts⌉."""
+    # No expert is chosen more than once for a token, so the result is `length` at most. The factor
+    # counts as the decimal number that is written: 1.1 times 10 choices are 11, and not 12.
     return min(length, math.ceil(length * chosen * Fraction(str(factor)) / experts))
 
 
@@ -111,10 +109,7 @@ def from_slots(
 
 
 def _by_expert(numbers: Array, filled: Array, each: int) -> Array:
-    """Positions in an array of all sequences, `[experts, batch, capacity]`, from those in one.
-
-    An empty slot gets a position after the end; a sequence has `each` positions.
-    """
+    """Positions `[experts, batch, capacity]` of `each` per sequence; after the end where empty."""
     batch = len(numbers)
     first = jnp.arange(batch)[:, None, None] * each
     return jnp.where(filled, first + numbers, batch * each).transpose(1, 0, 2)
@@ -168,11 +163,7 @@ class CapacityExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Arguments are as for `DenseExperts`.
-
-        Raises InputError for a layout in which devices that share the experts, or the width of a
-        kernel, have the same tokens.
-        """
+        """As `DenseExperts`; raises InputError where devices of an expert share tokens."""
         del remat  # what a layer keeps of the hidden units is decided by their names
         weights, experts = choice
         number = kernels.gate.shape[0]

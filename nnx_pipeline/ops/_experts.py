@@ -164,10 +164,8 @@ class ExpertProducts:
         return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:
-        """A value per token and expert, `[batch, seq, …, experts]`, in the order of the scan.
-
-        The result, `[steps, owners, 1, batch, seq, …, group, 1]`, fits the hidden units.
-        """
+        """`[batch, seq, …, experts]` as the scan has it."""
+        # The result, `[steps, owners, 1, batch, seq, …, group, 1]`, fits the hidden units.
         *rest, experts = weights.shape
         owners = self.layout.size("expert")
         steps = experts // (owners * self.group)
@@ -179,10 +177,7 @@ class ExpertProducts:
         )
 
     def open_up(self, x: Array, gate: Array, up: Array) -> Array:
-        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`.
-
-        Its kernels are `[embed, group, owners, parts, mlp / parts]`.
-        """
+        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`."""
         return gated(_open(self, x, gate), _open(self, x, up))
 
     def project(self, hidden: Array, down: Array) -> Array:
@@ -261,10 +256,7 @@ class ExpertProducts:
 
 
 def weighed(hidden: Array, weight: Array) -> Array:
-    """Hidden units `[owners, parts, batch, seq, group, mlp / parts]` times their expert's weight.
-
-    The weights are `[owners, 1, batch, seq, group, 1]`.
-    """
+    """Hidden units times weights `[owners, 1, batch, seq, group, 1]` of their expert."""
     return _weighed_on_cpu(hidden, weight) if ambient_platform() == "cpu" else hidden * weight
 
 
@@ -274,11 +266,9 @@ def weighed(hidden: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def _weighed_on_cpu(hidden: Array, weight: Array) -> Array:
-    """As `weighed`; the gradient of the weights is computed as products of matrices.
-
-    XLA for the CPU makes one loop of the multiplication and the sum over a token's hidden units
-    that JAX would use, and this loop takes as long as several products of the experts.
-    """
+    """As `weighed`; the gradient of the weights is computed as products of matrices."""
+    # XLA for the CPU makes one loop of the multiplication and the sum over a token's hidden units
+    # that JAX would use, and this loop takes as long as several products of the experts.
     return hidden * weight
 
 

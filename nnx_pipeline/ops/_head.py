@@ -33,10 +33,8 @@ def logits_of(
 
 
 def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Array, "embed any"]:
-    """The head's kernel as a product for logits reads it, which may have columns of zeros added.
-
-    All its rows are on each device, and columns are sharded by `vocab_of_logits`.
-    """
+    """The kernel, perhaps with columns of zeros, as a product for logits reads it."""
+    # All its rows are on each device, and columns are sharded by `vocab_of_logits`.
     devices = layout.size("vocab_of_logits")
     padded = with_columns(kernel, -(-kernel.shape[1] // devices) * devices, layout)
     stored = layout.spec("embed_of_vocab", "vocab" if padded is kernel else None)
@@ -46,10 +44,7 @@ def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Ar
 def with_columns(
     kernel: Float[Array, "embed vocab"], columns: int, layout: Layout
 ) -> Float[Array, "embed columns"]:
-    """The head's kernel with columns of zeros after its own, whole along them on each device.
-
-    A kernel that has so many already is returned as it is.
-    """
+    """The kernel with columns of zeros after its own, whole along them on each device."""
     more = columns - kernel.shape[1]
     if not more:
         return kernel

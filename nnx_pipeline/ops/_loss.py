@@ -253,11 +253,7 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
 def _loss_forward(
     plan: _Plan, *primals: CustomVJPPrimal
 ) -> tuple[Array, tuple[Array, Array, Array | None, Array]]:
-    """The loss, and what `_loss_backward` makes of a cotangent.
-
-    These are the gradients with respect to `hidden` and `kernel` for the lifted weights, by what
-    they are lifted, and a scalar in the dtype of the kernel.
-    """
+    """The loss, the gradients for the lifted weights, their lift, and the kernel's dtype."""
     refuse_perturbed(
         "the loss was asked for the gradient with respect to the weights of its targets, which it "
         "does not give; use jax.lax.stop_gradient on them",

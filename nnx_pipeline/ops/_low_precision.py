@@ -93,11 +93,8 @@ quantized_product.defvjp(_product_forward, _product_backward)
 def _rounded_product(
     equation: str, operands: tuple[Array, Array], dtypes: tuple[str, str], to: P | None
 ) -> Array:
-    """The einsum of two operands, each rounded to a dtype of 8 bits, in the dtype of the first.
-
-    The result of `equation` has the axes of the first operand that are not summed over, and then
-    those of the second.
-    """
+    """The einsum of two operands, each rounded to 8 bits, in the dtype of the first."""
+    # Its result has the axes of the first that are not summed over, then those of the second.
     import qwix  # it takes seconds, and not every model needs it
 
     inputs, result = equation.split("->")

@@ -98,11 +98,9 @@ def _all_mapped(results: OfDevice) -> tuple[OfDevice, PyTree]:
 
 
 def one_by_one(function: Callable[..., OfDevice]) -> Callable[..., OfDevice]:
-    """The function, which under `jax.vmap` is called for one entry after the other.
-
-    It sees no axis of a map: where a device holds one entry, as of stages, its axis is taken away,
-    and more entries are a loop.
-    """
+    """The function, which under `jax.vmap` is called for one entry after the other."""
+    # It sees no axis of a map: where a device holds one entry, as of stages, its axis is taken
+    # away, and more entries are a loop.
     call = custom_vmap(function)
 
     @call.def_vmap
@@ -191,10 +189,8 @@ def _is_float(x: Array) -> bool:
 
 
 def _floats_of(args: Sequence[Array]) -> tuple[tuple[Array, ...], Callable[..., tuple[Any, ...]]]:
-    """The floating-point arguments, and a function that puts others into their places.
-
-    The places of integers then hold what they held, or `others` where that is given.
-    """
+    """The floating-point arguments, and a function that puts others into their places."""
+    # The places of integers then hold what they held, or `others` where that is given.
     keep = object()
 
     def put(floats: Sequence[Any], others: Any = keep) -> tuple[Any, ...]:

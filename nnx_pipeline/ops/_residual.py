@@ -20,11 +20,7 @@ def add_to_stream(
     rate: float,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """stream + dropout(update), sharded by ("batch", None, None).
-
-    `place` is the number of the update within the layer: each has a dropout mask of its own.
-    Without `keys` there is no dropout.
-    """
+    """stream + dropout(update), whose mask depends on its number `place` within the layer."""
     spec = layout.spec("batch", None, None)
     if keys is not None and rate:
         update = dropout(update, keys, rate=rate, number=place, spec=spec)
@@ -37,11 +33,7 @@ def two_updates(
     feed_forward: Callable[[Array], tuple[Array, Reported]],
     add: Callable[..., Array],
 ) -> tuple[Float[Array, "batch seq embed"], Reported]:
-    """A decoder layer: h = x + attend(x); y = h + feed_forward(h), with dropout on both updates.
-
-    The norms are in the updates. `add` is `add_to_stream` with all arguments but stream, update and
-    `place`. Returns y, and what `feed_forward` reports.
-    """
+    """h = x + attend(x); y = h + feed_forward(h); returns y and what `feed_forward` reports."""
     h = add(x, attend(x), place=0)
     mixed, reported = feed_forward(h)
     return add(h, mixed, place=1), reported

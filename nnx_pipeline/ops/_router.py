@@ -98,10 +98,8 @@ def choose_experts(
     routing: Routing,
     bias: Float[Array, "experts"] | None,
 ) -> Int[Array, "*batch chosen"]:
-    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
-
-    The best groups of a token are those in which the two largest scores have the largest sum.
-    """
+    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them."""
+    # The best groups are those in which the two largest scores have the largest sum.
     if bias is not None:
         scores = scores + jax.lax.stop_gradient(bias)
     if routing.groups > 1:

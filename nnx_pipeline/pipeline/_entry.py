@@ -45,10 +45,7 @@ def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
 
 
 def by_names(tree: Any, layout: Layout) -> Any:
-    """The module with every variable moved to the placement of its logical axes.
-
-    Raises InputError for a variable without them, which the pipeline has not made.
-    """
+    """The module with every variable moved to the placement of its logical axes."""
 
     def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         axes = variable.get_metadata().get("logical_axes")

@@ -117,10 +117,7 @@ def from_stage(tree: PyTree, stage: int) -> PyTree:
 
 
 def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
-    """An empty buffer for `slots` arrays like `like`: `[stages, slots, …]`; None adds no axis.
-
-    A buffer of integers is filled with 0.
-    """
+    """An empty buffer `[stages, slots, …]` for arrays like `like`; 0 in one of integers."""
     between = () if slots is None else (slots,)
     shape = (like.shape[0], *between, *like.shape[1:])
     value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
@@ -143,10 +140,7 @@ def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Arra
 def push(
     tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
 ) -> PyTree:
-    """Moves the entries of one slot to the previous stage, and puts a new entry on the last stage.
-
-    `column`, `[stages, …]`, is what the slot `index` holds; of `new` the last stage's entry counts.
-    """
+    """Moves a slot, with `column` in it, to the stage before; the last stage puts `new` there."""
 
     def one(leaf: Array, column: Array, new: Array) -> Array:
         moved = where(last, new, shift(column, by=-1, how=how))

@@ -102,10 +102,7 @@ class Runner:
         keys: Array | None = None,
         metric_weights: PyTree = None,
     ) -> Any:
-        """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
-
-        Arguments are as for `CircularPipeline.loss`, and `keys` as for `run`.
-        """
+        """As `CircularPipeline.loss`, with `keys` as for `run`."""
         check_layer_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
         check_loss(ends, inputs, self.config.schedule)
@@ -129,10 +126,7 @@ class Runner:
         )
 
     def _as_activations(self, x: PyTree, rows: PyTree) -> PyTree:
-        """What `enter` made of these rows, with the batch sharded as in the outputs of the layers.
-
-        Raises InputError unless it has the axes of the batch that the inputs have.
-        """
+        """What `enter` made of these rows, with the batch sharded as the layers' outputs."""
         number = len(self.batches.axes) - 1
         for leaf in jax.tree.leaves(x):
             want = [jnp.shape(row)[:number] for row in jax.tree.leaves(rows)[:1]]
@@ -154,11 +148,7 @@ class Runner:
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut and laid out on the ambient mesh.
-
-        Raises InputError on a mesh with another number of stages, and when the number of
-        microbatches does not fit the stages.
-        """
+        """How a batch is cut and laid out on the ambient mesh."""
         on_mesh = ambient_mesh().stage
         if on_mesh != self.num_stages:
             raise InputError(
@@ -248,12 +238,9 @@ def make_runner(
     layout: Layout = Layout(),
     weights: WeightOptions = WeightOptions(),
 ) -> Runner:
-    """Makes the runner for the ambient mesh.
-
-    Raises InputError when the layers do not divide into stages, repeats and kinds. The number of
-    microbatches is not checked here but when a batch comes, so that a model can be created on a
-    mesh that its number of microbatches does not fit.
-    """
+    """The runner for the ambient mesh; raises InputError for layers that do not divide."""
+    # The number of microbatches is not checked here but when a batch comes, so that a model can be
+    # created on a mesh that its number of microbatches does not fit.
     stack = make_stack(
         num_layers,
         stages=ambient_mesh().stage,

@@ -48,11 +48,7 @@ class Stack:
 def make_stack(
     layers: int, *, stages: int, repeats: int, kinds: int = 1, pad: bool = False
 ) -> Stack:
-    """The stack of a model with so many layers; `pad` fills the last stages of the last repeat.
-
-    Raises InputError unless the layers split into stages and repeats, and the layers of a stage
-    into kinds.
-    """
+    """The stack of a model with so many layers; `pad` fills the last stages of the last repeat."""
     visits = stages * repeats
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise InputError(

@@ -76,11 +76,9 @@ class StackedLayers:
 
     @property
     def _copied(self) -> tuple[str, ...]:
-        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop.
-
-        There are none where the loop itself gathers weights: it then gathers the shards of ZeRO-1,
-        and adds up gradients as shards.
-        """
+        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop."""
+        # None where the loop itself gathers weights: it then gathers the shards of ZeRO-1, and adds
+        # up gradients as shards.
         copies = self.layout.axes("copy")
         return copies if copies == self.weights.zero1 and not gathered_axes(self.config) else ()
 

@@ -51,11 +51,8 @@ class GradientShards:
     dtype: jax.typing.DTypeLike | None = None
 
     def copies(self, layers: Any) -> PyTree:
-        """The values of the layers, with one copy per device along the mesh axes.
-
-        Of plain layers the gradient is summed by an all-reduce. Raises InputError when the gradient
-        with respect to `Zero1Layers.whole` is asked for.
-        """
+        """The values of the layers, with one copy per device along the mesh axes."""
+        # Of plain layers the gradient is summed by an all-reduce.
         if isinstance(layers, Zero1Layers):
             leaves, tree = jax.tree.flatten(layers.whole)
             return jax.tree.unflatten(tree, _copy(self, jax.tree.leaves(layers.shards), leaves))
@@ -64,10 +61,7 @@ class GradientShards:
         return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
 
     def of(self, layers: Any) -> PyTree:
-        """The layers as shards, for a loop that gathers them: to it they are weights like others.
-
-        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
-        """
+        """The layers as shards, which a loop gathers like other weights."""
         if isinstance(layers, Zero1Layers):
             leaves, tree = jax.tree.flatten(layers.shards)
             return jax.tree.unflatten(tree, _take(leaves, jax.tree.leaves(layers.whole)))

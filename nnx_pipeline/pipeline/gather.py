@@ -78,12 +78,9 @@ class FsdpGather:
         return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """The gradients of one visit, `[stages, copies, …]`, in the sharding of the accumulators.
-
-        Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter in
-        its own dtype, so that no device holds full gradients of more than one visit. It is None for
-        an array of integers.
-        """
+        """The gradients of one visit, `[stages, copies, …]`, as the accumulators are sharded."""
+        # Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter
+        # in its own dtype, so that no device holds full gradients of more than one visit.
         if not self.copies:
             return gradients
 
@@ -99,11 +96,9 @@ class FsdpGather:
         return self._on_each_device(one, gradients, params, of_copies, of_totals)
 
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """Sums the accumulated gradients of copies, and shards the sum as the weights are stored.
-
-        The sum is made in the dtype of the gradients: by an all-reduce over the axes of `copies`,
-        and if repeats were prefetched, by a reduce-scatter over the mesh axes of the gather.
-        """
+        """Sums accumulated gradients in their dtype, sharded as the weights are stored."""
+        # By an all-reduce over the axes of `copies`, and if repeats were prefetched, by a
+        # reduce-scatter over the mesh axes of the gather.
         if not self.copies:
             return gradients
 
@@ -125,10 +120,7 @@ class FsdpGather:
         return leaf
 
     def _kept(self, spec: P) -> tuple[str, ...]:
-        """The axes of `copies` over which no reduce-scatter sums the gradient of a weight.
-
-        A weight that is not sharded over the mesh axes of the gather has copies along these too.
-        """
+        """The axes of `copies` over which no reduce-scatter sums the gradient of a weight."""
         scattered = {name for _, names in self._gathered_axes(spec) for name in names}
         return tuple(name for name in self.copies if name not in scattered)
 
@@ -162,10 +154,7 @@ class FsdpGather:
         in_specs: tuple[P, ...],
         out_specs: tuple[P, ...],
     ) -> PyTree:
-        """Calls `function(array, stored spec)` for every array on every device.
-
-        `params` gives the structure of the tree, in which None, for no gradient, stays None.
-        """
+        """Calls `function(array, stored spec)` everywhere; None in the tree stays None."""
         treedef: Any = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]

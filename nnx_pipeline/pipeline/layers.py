@@ -145,10 +145,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
-    """The side inputs of a layer, with the keys for dropout, `[batch, words]`, added as `keys`.
-
-    Raises InputError for a side input with a name that a pipeline reserves.
-    """
+    """The side inputs of a layer, with the keys for dropout, `[batch, words]`."""
     if not isinstance(side, dict):
         raise InputError(
             f"the side inputs of a pipeline are {type(side).__name__}; give a dict of arrays by "

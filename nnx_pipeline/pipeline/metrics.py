@@ -90,13 +90,9 @@ def is_metric(leaf: Any) -> bool:
 
 
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
-    """Prepares the metrics of one layer call, which saw so many microbatches, for `over_layers`.
+    """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
-    They come back in float32 or wider, with `stop_gradient` on each `Max`, and with the rows of
-    each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`. Raises InputError for a
-    metric that is not wrapped, or not floating.
-    """
-
+    # The rows of each `MicrobatchMean` are averaged per microbatch, `[microbatches, …]`.
     def one(path: Any, metric: Any) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
@@ -122,10 +118,7 @@ def of_visit(metrics: PyTree) -> PyTree:
 
 
 def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
-    """Combines metrics of several layers, each `[layers, …]`, into `Sum`, `Mean` and `Max`.
-
-    `copies` is the position of the axis of copies, if there is one.
-    """
+    """Combines metrics `[layers, …]`, perhaps with an axis of copies."""
     # Copies first: the function of a `MicrobatchMean` must see the mean of a whole microbatch.
     if copies is not None:
         metrics = _fold(metrics, copies)
@@ -189,10 +182,7 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
-    """Combines metrics `[stages, …]` of one tick with the totals of the ticks before.
-
-    Before the first tick the totals are the `identity` of each metric; bubbles do not count.
-    """
+    """Combines the metrics `[stages, …]` of a tick with the totals; bubbles do not count."""
 
     def one(total: Metric, metric: Metric) -> Metric:
         value = over_stage(metric.value)
@@ -218,10 +208,7 @@ def values(metrics: PyTree) -> PyTree:
 
 
 def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
-    """The arrays of the metrics; asking for the gradient of a `Max` raises InputError.
-
-    `besides` are the activations that are returned together with the metrics.
-    """
+    """The arrays of the metrics; asking for the gradient of a `Max` raises InputError."""
 
     def one(metric: Metric) -> Array:
         value: Array = metric.value
@@ -237,11 +224,7 @@ _MAX_HAS_NONE = (
 
 
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
-    """The weight of each metric in the loss, as a tree like the metrics.
-
-    `weights` is one number for all, or a tree of numbers like the metrics, in which None means 0.
-    Raises InputError for a tree of another structure, and for a weight on a `Max`.
-    """
+    """The weight of each metric in the loss: one for all, or a tree, None for 0."""
 
     def spread(weight: Any, below: PyTree) -> PyTree:
         return jax.tree.map(partial(_checked_weight, weight), below, is_leaf=is_metric)
@@ -271,10 +254,8 @@ def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tup
 
 
 def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
-    """The metrics of a visit, without a gradient where their weight in the loss is 0.
-
-    Where a derivative is infinite, 0 times that would be NaN.
-    """
+    """Metrics without a gradient where their weight in the loss is 0."""
+    # Where a derivative is infinite, 0 times that would be NaN.
     return jax.tree.map(
         lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
         weights_like(weights, metrics),

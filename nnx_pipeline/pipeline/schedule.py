@@ -120,11 +120,9 @@ class CircularSchedule:
 
     @property
     def queue_slots(self) -> int:
-        """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat.
-
-        A microbatch is back at stage 0 delay · S ticks after it entered there, and enters again M
-        ticks after: it waits for S · (M / S - delay) ticks. With M = delay · S it does not wait.
-        """
+        """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat."""
+        # A microbatch is back at stage 0 delay · S ticks after it entered there, and enters again M
+        # ticks after: it waits for S · (M / S - delay) ticks. With M = delay · S it does not wait.
         return self.stream_slots - self.delay if self.repeats > 1 else 0
 
     @property
@@ -201,12 +199,10 @@ class OneForwardOneBackward:
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`.
-
-        A slot is free again in the tick after the backward visit that reads it. All stages take the
-        slots of the first one, which stores a visit longest. The S - 1 entries after the last visit
-        are for the bubbles that follow it, whose values are stored for a tick.
-        """
+        """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`."""
+        # A slot is free again in the tick after the backward visit that reads it. All stages take
+        # the slots of the first one, which stores a visit longest. The S - 1 entries after the last
+        # visit are for the bubbles that follow it, whose values are stored for a tick.
         number = np.arange(self.visits + self.stages - 1)
         repeat = number // self.stages % self.repeats
         lasting = np.where(number < self.visits, 2 * self.stages * (self.repeats - repeat) - 1, 1)
@@ -244,20 +240,15 @@ class OneForwardOneBackward:
 
     @property
     def read(self) -> np.ndarray:
-        """The slot that each backward visit reads: int32 `[ticks, stages]`.
-
-        In a bubble a stage reads the slot of its first visit, which has valid values by then.
-        """
+        """The slot that each backward visit reads: int32 `[ticks, stages]`."""
+        # In a bubble a stage reads the slot of its first visit, which has valid values by then.
         group, place = np.divmod(self.backward.microbatch, self.stages)
         forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
         found: np.ndarray = self.slots[forwarded]
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As of the circular schedule, with backward timetable, phases and ring slots.
-
-        A phase is written as its first tick and the tick after its last.
-        """
+        """A phase is written as its first tick and the tick after its last."""
         names = ("forward_only", "both", "backward_only")
         return {
             "schedule": "1f1b",

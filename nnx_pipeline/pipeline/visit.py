@@ -47,11 +47,8 @@ class Visit:
     needed: PyTree = None
 
     def run(self, reads: Reads, x: Moving, *, keep: bool) -> tuple[tuple[Moving, PyTree], PyTree]:
-        """Outputs and metrics, `[stages, …]`, and the residuals of the derivative.
-
-        - `x`: the input of every stage and the state of its layers, `[stages, …]`.
-        - `keep`: whether to return residuals, or None in their place.
-        """
+        """Outputs and metrics `[stages, …]`, and residuals, None unless `keep`."""
+        # `x` are the input of every stage and the state of its layers, `[stages, …]`.
         if not self.by_stage:
             done, residuals = forward_keeping(self.apply, reads, x)
             return done, residuals if keep else None
@@ -68,11 +65,9 @@ class Visit:
     def back(
         self, residuals: PyTree, reads: Reads, d_y: PyTree, d_metrics: PyTree, *, state: PyTree
     ) -> tuple[Reads, PyTree]:
-        """The cotangents of what the visits read, and of their input; None for integers.
-
-        If `by_stage`, each stage has cotangents of its own for what the stage function closes over.
-        `state` is a tree like the state of a visit, which has no gradient.
-        """
+        """The cotangents of what the visits read, and of their input; None for integers."""
+        # If `by_stage`, each stage has its own for what the stage function closes over. `state`, a
+        # tree like the state of a visit, has no gradient.
         given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
         if not self.by_stage:
             d_reads, (d_x, _) = backward_from(residuals, reads, given)
@@ -89,10 +84,7 @@ class Visit:
         return repeats.split_repeats(self.only(self.fsdp_gather.zeros(params, self.grad_dtype)))
 
     def add(self, totals: PyTree, d_weights: PyTree, repeat: Array) -> PyTree:
-        """Adds the gradients of one visit of each stage, at the repeat that the stage was at.
-
-        `d_weights` is `[stages, …]`, from `FsdpGather.of_visit`.
-        """
+        """Adds the gradients `[stages, …]` of one visit, at the repeat that each stage was at."""
         return repeats.add_at_repeat(totals, d_weights, over_stage(repeat))
 
     def total(self, totals: PyTree, params: PyTree) -> PyTree:

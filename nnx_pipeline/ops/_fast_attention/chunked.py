@@ -39,10 +39,7 @@ class Tiling(NamedTuple):
 
 
 def tiles_needed(length: int, block: int, window: int | None) -> Int[np.ndarray, "tiles 2"]:
-    """The numbers of query block and key block of each tile in which a query may read a key.
-
-    A block of queries follows the other, and its own keys come last.
-    """
+    """Query block and key block of each tile in which a query may read a key, row by row."""
     number = -(-length // block)
     reach = number if window is None else (window + block - 2) // block  # blocks before its own
     tiles = [(q, k) for q in range(number) for k in range(max(0, q - reach), q + 1)]
@@ -127,11 +124,9 @@ def _attend_forward(
 def _attend_backward(
     tiling: Tiling, residuals: AttentionResiduals, d_mixed: Array
 ) -> tuple[Array, Array, Array, None]:
-    """FlashAttention-2 (Dao 2023), section 2.3, with a block of queries in the outer loop.
-
-    Gradients of keys and values, which are added to in float32 for the whole sequence, are smaller
-    than those of queries.
-    """
+    """FlashAttention-2 (Dao 2023), section 2.3, with a block of queries in the outer loop."""
+    # Gradients of keys and values, which are added to in float32 for the whole sequence, are
+    # smaller than those of queries.
     query, key, value, segment_ids, mixed, normaliser = residuals
     block = tiling.block
     inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
@@ -172,11 +167,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def computed_tiles(tiling: Tiling, length: int) -> Int[Array, "tiles 2"]:
-    """`tiles_needed` without a constant array.
-
-    A loop over microbatches makes constants of its layers arguments, which differ from stage to
-    stage for all that JAX knows; the rule of a `custom_vmap` accepts none of these.
-    """
+    """`tiles_needed` without a constant array."""
+    # A loop over microbatches makes constants of its layers arguments, which differ from stage to
+    # stage for all that JAX knows; the rule of a `custom_vmap` accepts none of these.
     number = -(-length // tiling.block)
     rows = jnp.arange(number, dtype=jnp.int32)
     ends = jnp.cumsum(rows - _first_column(rows, tiling) + 1, dtype=jnp.int32)

@@ -55,10 +55,7 @@ def check_cudnn(
     packed: bool,
     soft_cap: float | None = None,
 ) -> None:
-    """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
-
-    `head_dims` are the widths of a query or key head, and of a value head.
-    """
+    """Refuses what cuDNN cannot compute; widths of a query or key head, and of a value head."""
     (head_dim, value_dim), reason = head_dims, None
     name = jax.numpy.dtype(dtype).name
     if packed:

@@ -71,11 +71,7 @@ def flash_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU.
-
-    Raises InputError for a block, because kernels have blocks of their own, for what the kernel of
-    the platform does not support, and on a CPU, which has none.
-    """
+    """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU."""
     if options.block is not None:
         raise InputError(
             "model.attention='flash' is a kernel with blocks of its own, and got attention_block="
@@ -131,11 +127,7 @@ def check_platform(kind: str, platform: str) -> None:
 
 
 def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
-    """The kind of attention that is computed on the ambient platform.
-
-    `auto` is `flash` on a TPU whose kernel takes the sequence, and elsewhere `dot_product` up to
-    `SHORT` tokens and `chunked` for more.
-    """
+    """The kind of attention that is computed on the ambient platform."""
     if kind != "auto":
         return kind
     if ambient_platform() == "tpu" and splash.Splash.obstacle(length, dtype) is None:
@@ -149,11 +141,9 @@ def _on_devices(
     grouped: P,
     whole: Sequence[Array] = (),
 ) -> Array:
-    """Each device computes its own sequences and heads.
-
-    The arrays are query in groups, key, value and segment ids; every device has those of `whole`
-    whole. `kernel` gets no segment ids where there are none.
-    """
+    """Each device computes its own sequences and heads."""
+    # `arrays` are query in groups, key, value and segment ids; every device has those of `whole`
+    # whole. `kernel` gets no segment ids where there are none.
     keys = P(*grouped[:3], None)
     specs = [grouped, keys, keys, P(grouped[0], None)]
     given = [array for array in arrays if array is not None]

@@ -43,11 +43,8 @@ class Splash:
         return None
 
     def masks(self, length: int, queries: int) -> tuple[list[Array], jax.tree_util.PyTreeDef]:
-        """The arrays of the kernel, which say what its tiles are, and their structure.
-
-        They are arguments of the function of one device: see `chunked.computed_tiles`. A key-value
-        head has `queries` query heads.
-        """
+        """The arrays of the kernel, which say what its tiles are, and their structure."""
+        # They are arguments of the function of one device: see `chunked.computed_tiles`.
         # Importing Pallas takes a second.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -108,10 +105,8 @@ class Splash:
         return mixed.transpose(0, 3, 1, 2, 4)
 
     def stated(self, query: Array, value: Array) -> dict[str, str]:
-        """What each kernel says of its cost, by its name: it says nothing itself.
-
-        A tile counts in full, even if the mask leaves a part of the tile out.
-        """
+        """What each kernel says of its cost, by its name: it says nothing itself."""
+        # A tile counts in full, even if the mask leaves a part of the tile out.
         batch, length, kv_heads, queries, head_dim = query.shape
         block = _block(length)
         tiles = batch * kv_heads * queries * len(tiles_needed(length, block, self.window))

@@ -87,10 +87,7 @@ def _over_visits(
     start: Array,
     rows: tuple[Array, Array, Array],
 ) -> Array:
-    """The state after all visits; a visit without rows is skipped.
-
-    `visit` maps (state, group, tile, bounds) to the state, and `rows` is what `visits` returns.
-    """
+    """The state after all visits of `visits`; `visit` takes (state, group, tile, bounds)."""
 
     def step(state: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:
         bounds = row[2]

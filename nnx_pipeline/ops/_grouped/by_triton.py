@@ -147,10 +147,8 @@ def _parameters(elements: int, dtype: jax.typing.DTypeLike) -> triton.CompilerPa
 def _cost(
     many: int, into: int, out_of: int, groups: int, dtype: jax.typing.DTypeLike
 ) -> dict[str, str]:
-    """What a product costs if so many rows belong to its groups, for readers of compiled programs.
-
-    The lowering through Triton drops a `cost_estimate`, and keeps metadata.
-    """
+    """What a product costs if so many rows belong to its groups, for readers of programs."""
+    # The lowering through Triton drops a `cost_estimate`, and keeps metadata.
     elements = many * (into + out_of) + groups * into * out_of
     size = elements * jnp.dtype(dtype).itemsize
     return {"flops": str(2 * many * into * out_of), "bytes_accessed": str(size)}

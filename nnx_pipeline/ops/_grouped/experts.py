@@ -60,11 +60,7 @@ class GroupedExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Arguments are as for `DenseExperts`.
-
-        Raises InputError for a layout in which devices that share the experts, or the width of a
-        kernel, have the same tokens, and for a group that does not divide a device's experts.
-        """
+        """As `DenseExperts`; raises InputError where devices of an expert share tokens."""
         del remat  # what a layer keeps of the hidden units is decided by their names
         weights, experts = choice
         tokens = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
@@ -171,10 +167,7 @@ class _OnDevice(OnDevices):
         return jax.lax.all_gather(x, self.owners, axis=0, tiled=True) if self.owners else x
 
     def to_owners(self, y: Array, like: Array) -> Array:
-        """Adds up parts `[tokens, …]` and leaves each device its own tokens: a reduce-scatter.
-
-        `like` gives batch and sequence of the tokens of this device, and the dtype of the sum.
-        """
+        """Adds up parts `[tokens, …]` and leaves each device its own: a reduce-scatter."""
         y = self.over_parts(y).reshape(-1, like.shape[1], y.shape[-1])
         if self.owners:
             y = jax.lax.psum_scatter(y, self.owners, scatter_dimension=0, tiled=True)

@@ -57,11 +57,7 @@ class Order(NamedTuple):
 def sort_by_expert(
     experts: Int[Array, "tokens chosen"], *, first: Int[Array, ""] | int, own: int, tile: int
 ) -> Order:
-    """Sorts the choices of all tokens by their expert, and the choices of an expert by token.
-
-    This device has `own` experts, from number `first` on; the number of rows is a multiple of
-    `tile`.
-    """
+    """Sorts choices by expert and token, for `own` experts from `first` on, in whole tiles."""
     flat = experts.reshape(-1) - first
     flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # experts of other devices come last
     choices = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -78,10 +74,8 @@ def to_rows(x: Float[Array, "tokens *rest"], order: Order) -> Float[Array, "rows
 
 
 def from_rows(rows: Float[Array, "rows embed"], order: Order) -> Float[Array, "tokens embed"]:
-    """The sum of the rows of each token, in float32; the transpose of `to_rows`.
-
-    Rows that belong to no expert of this device may hold anything, even NaN.
-    """
+    """The sum of the rows of each token, in float32; the transpose of `to_rows`."""
+    # Rows that belong to no expert of this device may hold anything, even NaN.
     total = jnp.zeros((order.places.shape[0], rows.shape[1]), jnp.float32)
     for places in order.places.T:  # few; one array for all choices would be larger than x
         own = rows.at[places].get(mode="promise_in_bounds").astype(jnp.float32)

@@ -35,10 +35,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, numbers: tuple[int, ...]) -> "Tiles":
-        """The tiles of three numbers, which hold for all products, or of nine.
-
-        Raises InputError for another number of numbers, and for rows that do not divide each other.
-        """
+        """The tiles of three numbers, which hold for all products, or of nine."""
         numbers = numbers * 3 if len(numbers) == 3 else numbers
         if len(numbers) != 9 or any(max(numbers[::3]) % rows for rows in numbers[::3]):
             raise InputError(
@@ -99,10 +96,7 @@ class GroupedProducts:
         sizes: Int[Array, "groups"],
         some: Some | None = None,
     ) -> Float[Array, "some into out_of"]:
-        """Σ over the rows of each group of leftᵀ · right; rows of no group may be anything.
-
-        `some` are the groups; None for all.
-        """
+        """Σ over each group's rows of leftᵀ · right; rows of no group may be anything."""
         first, count = some or Some(jnp.int32(0), len(sizes))
         how = How(self.tiles.to_kernels, share=self.share, interpret=self.interpret)
         function: Callable[..., Array] = _outer_of_megablox
@@ -178,11 +172,8 @@ def _outer_of_megablox(
 
 @contextlib.contextmanager
 def _calling(kernel: str, flops: int, size: int) -> Iterator[None]:
-    """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`.
-
-    The kernels themselves state the cost of all rows, though they skip rows of other groups. `size`
-    are the bytes that it reads and writes, tile by tile.
-    """
+    """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`."""
+    # The kernels themselves state the cost of all rows, though they skip rows of other groups.
     cost = {kernel: f"flops={flops} bytes_accessed={size}"}
     with set_xla_metadata(**cost), jax.numpy_dtype_promotion("standard"):
         yield

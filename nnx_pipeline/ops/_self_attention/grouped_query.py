@@ -15,11 +15,8 @@ from nnx_pipeline.sharding.layout import Layout, gather_weight
 
 
 def query_gain(config: ModelConfig) -> float:
-    """What initial query kernels, or the scales of their norms, are multiplied by.
-
-    It is head_dim^-0.5 / attention_scale: the scores of a new model then have the same variance
-    whatever `attention_scale` is.
-    """
+    """What initial query kernels, or the scales of their norms, are multiplied by."""
+    # The scores of a new model then have the same variance whatever `attention_scale` is.
     gain: float = config.head_dim**-0.5 / config.attention_scale
     return gain
 

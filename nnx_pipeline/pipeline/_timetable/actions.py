@@ -104,10 +104,7 @@ class Actions:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The most visits whose residuals each rank stores, the visit in progress included.
-
-        It stores them until the backward visit, or if this is split, the gradient of the weights.
-        """
+        """The most visits whose residuals each rank stores, the visit in progress included."""
         begun = np.cumsum(self.kind == FORWARD, axis=1)
         ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))
         kept = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
@@ -185,10 +182,7 @@ class Actions:
             self._check_reads(kind, OF_INPUT, -1)
 
     def _check_reads(self, kind: int, read: int, distance: int) -> None:
-        """Refuses an action that is not later than what it reads, `distance` stages before.
-
-        Of the next stage (distance -1) I is read, or B if there is no I.
-        """
+        """Refuses an action that is not later than what it reads, `distance` stages before."""
         stages = np.arange(max(0, distance), self.stages + min(0, distance))
         step, before = self.when[kind, stages], self.when[read, stages - distance]
         name = np.full(before.shape, read)
@@ -237,11 +231,9 @@ def _gap(numbers: np.ndarray) -> int:
 
 
 def actions_of(schedule: Schedule) -> Actions:
-    """The actions of a schedule of this library, every visit in a step of its own.
-
-    Backward visits of the circular schedule are those of JAX's derivative: the ticks in reverse.
-    A tick of 1F1B becomes two steps, its forward visits and its backward visits.
-    """
+    """The actions of a schedule of this library, every visit in a step of its own."""
+    # The backward visits of the circular schedule are those of JAX's derivative: the ticks in
+    # reverse. A tick of 1F1B becomes two steps.
     if isinstance(schedule, CircularSchedule):
         forward = _actions(schedule.visits, FORWARD, schedule.stages)
         backward = _actions(schedule.visits, BACKWARD, schedule.stages)

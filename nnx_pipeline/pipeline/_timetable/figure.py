@@ -240,12 +240,10 @@ _MOST_NUMBERS_OF_BOTH = 1500  # more cells are too small for a number
 
 
 def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
-    """A figure with the actions of both schedules, and below them the live microbatches of each.
-
-    A microbatch is live on a stage from its forward visit to its backward visit: for so long the
-    stage keeps what the backward visit needs. Drawn is the stage that keeps most. All columns are
-    equally wide, though a backward visit takes about twice as long as a forward one.
-    """
+    """The actions of both schedules, and below them the live microbatches of each."""
+    # A microbatch is live on a stage from its forward visit to its backward visit: for so long the
+    # stage keeps what the backward visit needs. All columns are equally wide, though a backward
+    # visit takes about twice as long as a forward one.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -47,11 +47,7 @@ class Accumulate:
     def __call__(
         self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
     ) -> tuple[Moving, PyTree]:
-        """Stream and state after the last tick, and the metrics of all.
-
-        `moving` is the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
-        `[repeats, stages, …]`.
-        """
+        """What moves, `[stages, slots, …]` and state, after the last tick, and all metrics."""
 
         def call(look: Callable[..., Any]) -> None:
             _visit_once(self._tick(look), params, moving, side)

@@ -63,10 +63,7 @@ class TwoWayTick:
         before: tuple[CircularCarry, PyTree],
         now: CircularPlan,
     ) -> tuple[tuple[CircularCarry, PyTree], tuple[PyTree, PyTree]]:
-        """Makes one tick; also gives the residuals and metrics of the visits.
-
-        Without `keep` there is None in the place of the residuals.
-        """
+        """Makes one tick; also gives the visits' residuals, None unless `keep`, and metrics."""
 
         def make(now: CircularPlan, x: Moving) -> tuple[Moving, tuple[PyTree, PyTree]]:
             (y, metrics), residuals = self.visit.run(others.at(weights_at, now), x, keep=keep)
@@ -82,11 +79,7 @@ class TwoWayTick:
         now: CircularPlan,
         at: tuple[PyTree, PyTree],
     ) -> tuple[Cotangents, PyTree]:
-        """The cotangents before a tick, and the gradient of the weights that it used.
-
-        `at` are the residuals of the tick, and the cotangents of its metrics; None for a metric
-        whose gradient is not asked for.
-        """
+        """The cotangents before a tick, and the gradient of the weights that it used."""
         residuals, d_metrics = at
         # A tick is linear except for the visit, so transposing the rest needs only shapes.
         carry = jax.eval_shape(lambda carry: carry, after.carry)
@@ -143,11 +136,7 @@ class WholeLoop:
     def backward(
         self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
-        """The gradient of `params`, and the cotangents before the first tick.
-
-        `saved` is what `forward` saved, and the cotangents of the metrics of every tick; `last` are
-        the cotangents after the last tick.
-        """
+        """The gradient of `params`, and the cotangents before the first tick."""
         (split, residuals), d_metrics = saved
         loop, visit = self.tick.loop, self.tick.visit
 

@@ -117,10 +117,7 @@ class PrefetchLoop:
         return d_params, cotangents
 
     def _run_backward(self, others: Others) -> Callable[..., tuple[Cotangents, tuple[PyTree, ...]]]:
-        """A function that goes back through some ticks, with one or two repeats of weights.
-
-        It adds to as many gradients.
-        """
+        """Goes back through ticks, with one or two repeats of weights and gradients."""
 
         def run(
             cotangents: Cotangents,

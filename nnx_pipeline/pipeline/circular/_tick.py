@@ -193,11 +193,9 @@ class CircularLoop:
         )
 
     def tick(self, make: MakeVisits, *, linear: Wrap = lambda function: function) -> CircularTick:
-        """One tick, from carry and state to the next ones and what else `make` gives.
-
-        `linear` is put around the steps before and after the visit, which are linear in the carry:
-        with `jax.checkpoint`, JAX saves only the timetable's row of them.
-        """
+        """One tick, from carry and state to the next ones and what else `make` gives."""
+        # With `jax.checkpoint` as `linear`, put around the steps before and after the visit, which
+        # are linear in the carry, JAX saves only the timetable's row of them.
         how = self.schedule, self.shift_by
         enter = linear(functools.partial(stage_inputs, *how))
         pass_on = linear(functools.partial(stage_outputs, *how))
@@ -224,12 +222,10 @@ def name_input(x: PyTree) -> PyTree:
 def autodiff_tick(
     loop: CircularLoop, checkpoint: Wrap, apply_stage: ApplyMoving, params: PyTree, side: PyTree
 ) -> CircularTick:
-    """A tick that JAX differentiates.
-
-    The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
-    rest of a tick is linear. Its checkpoints keep the conditions of each `where` as they are, while
-    JAX alone would keep them broadcast to the shape of the activations.
-    """
+    """A tick that JAX differentiates."""
+    # The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
+    # checkpoints of the rest keep the conditions of each `where` as they are, while JAX alone would
+    # keep them broadcast to the shape of the activations.
     apply = stages.map_stages(apply_stage)
 
     @checkpoint

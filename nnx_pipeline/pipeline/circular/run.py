@@ -98,10 +98,8 @@ def run_pipeline(
 
 
 def _in_order(stream: Array, schedule: CircularSchedule) -> Array:
-    """Turns the stream after the last tick into `[microbatches, …]`, in the order of the inputs.
-
-    Output m went into slot (first_output_tick + m) mod slots; it belongs into slot m mod slots.
-    """
+    """Turns the stream after the last tick into `[microbatches, …]`, in the order of inputs."""
+    # Output m went into slot (first_output_tick + m) mod slots; it belongs into slot m mod slots.
     late = schedule.first_output_tick % schedule.stream_slots
     return merge(jnp.roll(stream, -late, axis=1))
 

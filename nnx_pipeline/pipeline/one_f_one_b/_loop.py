@@ -59,11 +59,7 @@ class OneForwardOneBackwardLoop:
     def run(
         self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
     ) -> LoopState:
-        """Goes through all ticks; returns the state after the last one.
-
-        `weights` are as they are stored, `layers` is the state of the layers, `[repeats, stages,
-        …]`, or no arrays. Without gradients there is no backward visit.
-        """
+        """Goes through all ticks from the weights as they are stored; returns the last state."""
         schedule = self.tick.schedule
         filling, steady, draining = schedule.phases
         phases = [

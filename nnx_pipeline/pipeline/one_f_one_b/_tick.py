@@ -84,10 +84,7 @@ class OneForwardOneBackwardTick:
         state: LoopState,
         now: PhasePlan,
     ) -> LoopState:
-        """The state after a tick; the stages' weights are gathered.
-
-        The arrays of `residual_tree`, what a visit keeps, are in the ring.
-        """
+        """The state after a tick; the ring has the arrays of `residual_tree`."""
         d_output = None
         if phase.forward:
             state = self._forward(weights, inputs, now, state)
@@ -130,10 +127,7 @@ class OneForwardOneBackwardTick:
         now: PhasePlan,
         state: LoopState,
     ) -> tuple[LoopState, PyTree]:
-        """Adds the loss of the microbatch that leaves; also returns the cotangent of its output.
-
-        All devices compute it.
-        """
+        """On all devices, adds the loss of the microbatch that leaves; gives its cotangent."""
 
         row = row_of(inputs.leave, now.leaving)
         needed, with_needed = _needed(row, state.of_inputs.leave)
@@ -231,10 +225,7 @@ class OneForwardOneBackwardTick:
         gradients: PyTree,
         d_x: PyTree,
     ) -> PyTree:
-        """Adds the gradients of `enter` for the microbatch whose last backward visit this was.
-
-        `gradients` are those of its weights so far, and of its inputs.
-        """
+        """Adds `enter`'s gradients for the microbatch whose last backward visit this was."""
         row = row_of(inputs.enter, now.returning)
         needed, with_needed = _needed(row, gradients[1])
 
@@ -253,11 +244,9 @@ class OneForwardOneBackwardTick:
     def _if_due(
         self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
     ) -> Any:
-        """Calls `function` in the ticks in which it is due, else `otherwise`.
-
-        With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
-        and it adds nothing; so it needs no condition.
-        """
+        """Calls `function` in the ticks in which it is due, else `otherwise`."""
+        # With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
+        # and it adds nothing; so it needs no condition.
         if self.schedule.repeats == 1:
             return function(*state)
         return jax.lax.cond(due, function, otherwise, *state)
@@ -313,10 +302,7 @@ def _reads(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Arra
 
 
 def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
-    """The arrays of a row whose gradients are asked for, and a function that puts them back.
-
-    A total is None where no gradient is asked for.
-    """
+    """The arrays of a row whose gradients are asked for, and a function that puts them back."""
     leaves, tree = jax.tree.flatten(row)
     wanted = [total is not None for total in _each(totals, tree)]
 
@@ -339,10 +325,7 @@ def _add_row(totals: PyTree, needed: list[Array], microbatch: Array) -> PyTree:
 
 
 def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
-    """Adds the gradients `[stages, …]` of each stage's microbatch, where they are asked for.
-
-    The totals are `[stages, microbatches, …]`.
-    """
+    """Adds the gradients of each stage's microbatch to `[stages, microbatches, …]`."""
     gradients, tree = jax.tree.flatten(new, is_leaf=lambda leaf: leaf is None)
     pairs = zip(_each(totals, tree), gradients, strict=True)
     needed = iter([gradient for total, gradient in pairs if total is not None])

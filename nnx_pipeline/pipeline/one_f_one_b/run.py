@@ -230,11 +230,7 @@ class AnyLoop(Protocol):
 def by_loop(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
 ) -> tuple[Total, PyTree]:
-    """The loss with its parts, and the state; gradients are computed in the same ticks.
-
-    Raises InputError when a gradient of a part is asked for, or by another loop than that of 1F1B
-    one with respect to `inputs`, and when one is asked for in float16 without a lift.
-    """
+    """The loss with its parts, and the state; gradients are computed in the same ticks."""
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
 

@@ -64,11 +64,7 @@ def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
 
 
 def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
-    """The stage function as the loops call it, with checks of what a pipeline cannot support.
-
-    It returns metrics as `Sum`, `Mean` and `Max` only, in float32 or wider. With `has_state` it is
-    also given a state, and returns it last.
-    """
+    """The stage function as the loops call it, with metrics combined and checks."""
 
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
@@ -100,10 +96,7 @@ def _with_state(result: Any) -> tuple[tuple[PyTree, PyTree], PyTree]:
 
 
 def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
-    """The activations and metrics that a stage or a layer returned.
-
-    Raises InputError unless it is a pair, with activations of the same shapes and dtypes.
-    """
+    """The activations and metrics that a stage or a layer returned."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
         raise InputError(
@@ -135,11 +128,9 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
-    """The function with an InputError unless it returns one float32 number.
+    """The function with an InputError unless it returns one float32 number."""
 
-    Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
-    """
-
+    # Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
     @functools.wraps(leave)
     def apply(*given: Any) -> Array:
         loss = leave(*given)
@@ -161,12 +152,9 @@ def check_unchanged(
     function: Callable[..., Any],
     but: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Raises InputError if a function replaced, added or removed an array of a tree, `but` state.
-
-    It detects statistics in variables that are no state, and values that a module sows. Flax's
-    `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives out. The
-    function is then traced once more, to see whether that is what went in.
-    """
+    """Refuses a function that replaced, added or removed an array of a tree, `but` state."""
+    # Flax's `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives
+    # out. The function is then traced once more, to see whether that is what went in.
     after = arrays_of(tree, but)
     changed = [name for name, leaf in after.items() if before.get(name) is not leaf]
     changed += [name for name in before if name not in after]
@@ -231,10 +219,8 @@ def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
 
 
 def check_same(layer: nnx.Module, another: nnx.Module) -> None:
-    """Raises InputError if a function made two layers that differ in more than their values.
-
-    It is called once for all layers of a kind, so that all would be like the first one.
-    """
+    """Raises InputError if a function made two layers that differ in more than their values."""
+    # It is called once for all layers of a kind, so that all would be like the first one.
     one, other = _described(layer), _described(another)
     for name in {**one, **other}:
         if one.get(name) != other.get(name):

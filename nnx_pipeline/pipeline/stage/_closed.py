@@ -71,11 +71,9 @@ def _with_closed(function: Function, program: _Program) -> Function:
 
 
 def _on_mesh(leaf: Array) -> Array:
-    """The array placed on the mesh, so that the loop can add up its gradient in explicit mode.
-
-    The type of a numpy constant, or of an array on one device, names no mesh. A number that is
-    differentiated in forward mode comes as a Python number.
-    """
+    """The array placed on the mesh, so that the loop can add up its gradient in explicit mode."""
+    # The type of a numpy constant, or of an array on one device, names no mesh. A number that is
+    # differentiated in forward mode comes as a Python number.
     leaf = jnp.asarray(leaf)
     if is_explicit() and jax.typeof(leaf).sharding.mesh.empty:
         return place(leaf, P(*[None] * leaf.ndim))

@@ -95,10 +95,8 @@ class EarlyLayers:
     def _on_stages(
         self, layers: Any, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
-        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own.
-
-        `caches` are `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
-        """
+        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own."""
+        # Caches are `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
         stages = self.layout.size("microbatch")
         name = "stage" if stages > 1 else None
         if caches:
@@ -135,9 +133,7 @@ def _caches(layers: Any) -> list[nnx.Variable[Any]]:
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], spec: P) -> Array:
-    """A reshape after which each device has the numbers that it had before.
-
-    In explicit mode no type gives the sharding of a reshape that merges or splits sharded axes.
-    """
+    """A reshape after which each device has the numbers that it had before."""
+    # In explicit mode no type gives the sharding of one that merges or splits sharded axes.
     y = jax.lax.reshape(x, shape, out_sharding=out_sharding(spec))
     return place(y, spec) if mesh_sizes() else y

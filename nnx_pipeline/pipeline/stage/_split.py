@@ -84,10 +84,7 @@ class BatchSplit:
 
 
 def _reshaped(x: Array, leading: tuple[int, ...], same: int) -> Array:
-    """An array with other leading axes, of which the first stays on the devices that it is on.
-
-    The last `same` axes stay as they are.
-    """
+    """Other leading axes, the first on the same devices; the last `same` axes stay."""
     shape = (*leading, *x.shape[x.ndim - same :])
     if not is_explicit():
         return x.reshape(shape)

@@ -33,11 +33,9 @@ class _Types:
 
 
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
-    """The result of `function(again, x)`, and the residuals of its derivative, a pytree of arrays.
-
-    The function's own `jax.checkpoint` decides what the residuals are. Arrays of `again` are not
-    saved: `backward_from`, which may run in another loop, is given them again.
-    """
+    """The result of `function(again, x)`, and the residuals of its derivative as arrays."""
+    # Its own `jax.checkpoint` decides what they are. Arrays of `again` are not saved:
+    # `backward_from`, which may run in another loop, is given them again.
     out, linear = jax.linearize(function, again, x)
     # A residual that is an array of `again` itself is found by its identity.
     places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
@@ -50,12 +48,9 @@ def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> t
 
 
 def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
-    """The cotangents of `again` and of `x` of a call of `forward_keeping`; None for integers.
-
-    A cotangent of the result is None where its gradient is not asked for. The derivative then
-    leaves it out: with zeros instead, an infinite derivative would give 0 times infinity, which is
-    NaN.
-    """
+    """The cotangents of `again` and `x` of a call of `forward_keeping`; None for integers."""
+    # A cotangent that is None is not asked for, and is left out: with zeros instead, an infinite
+    # derivative would give 0 times infinity, which is NaN.
     leaves = jax.tree.leaves(again)
 
     def restore(leaf: Array | _ResupplyArg) -> Array:
@@ -110,10 +105,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
-    """Accumulators of zeros, shaped and sharded like `tree`; None for an array of integers.
-
-    They are of `dtype`, or of the dtypes of `like`.
-    """
+    """Accumulators like `tree`, of `dtype` or of the dtypes of `like`; None for integers."""
 
     def one(leaf: Array, like: Array) -> Array | None:
         return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
@@ -136,10 +128,7 @@ def only(needed: PyTree, totals: PyTree) -> PyTree:
 
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
-    """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
-
-    A gradient that is None becomes float0 or zeros, which JAX drops.
-    """
+    """As `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers."""
 
     def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
         return _none_of(primal) if gradient is None else gradient.astype(primal.dtype)

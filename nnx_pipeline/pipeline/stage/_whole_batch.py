@@ -32,12 +32,9 @@ def run_whole_batch(
     stage: StageLayers,
     copies_of: Callable[[Any], Any],
 ) -> tuple[Any, ...]:
-    """Applies all layers of each kind, `[repeats, 1, layers, …]`; returns what `Runner.run` does.
-
-    If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one layer,
-    so that the full gradient of only one layer exists at a time. `stored` is the state as
-    `split_state` gives it.
-    """
+    """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
+    # If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one
+    # layer, so that the full gradient of only one layer exists at a time.
     state = None if stored is None else _of_one_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
     call = functools.partial(
@@ -83,11 +80,9 @@ def _of_one_microbatch(state: list[Any]) -> list[Array]:
 
 
 def in_order(tree: PyTree, stack: Stack) -> PyTree:
-    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them.
+    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
 
-    Padding is left out, but for the last layers of some kinds where the last layer is of another.
-    """
-
+    # Padding is left out, but for the last layers of some kinds where the last is of another.
     def one(leaf: Array) -> Array:
         return leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:])
 

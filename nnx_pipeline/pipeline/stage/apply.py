@@ -40,12 +40,10 @@ def map_stages(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_row(index: Array, leaf: Array) -> Array:
-    """`leaf[index]` for an index array of length 1, as a dynamic slice.
-
-    The transpose of a gather adds up the gradients of a repeat by a scatter, that of a slice writes
-    them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and XLA for
-    H100, experiment `repeat-select`).
-    """
+    """`leaf[index]` for an index array of length 1, as a dynamic slice."""
+    # The transpose of a gather adds up the gradients of a repeat by a scatter, that of a slice
+    # writes them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and
+    # XLA for H100, experiment `repeat-select`).
     row: Array = jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
     return row
 

@@ -79,11 +79,7 @@ class LayersInTurn:
     def __call__(
         self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Applies all layers by `apply`, (x, layer) to (x, metrics).
-
-        `layers` are all of them if they are `apart`, else the stack of each kind. The metrics have
-        an entry `[layers of the kind, …]` for each kind.
-        """
+        """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
 
         def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, tuple[PyTree, ...]]:
             found = []
@@ -117,11 +113,9 @@ def _named(tree: PyTree, name: str) -> PyTree:
 
 
 def _stacked(trees: Sequence[PyTree]) -> PyTree:
-    """Trees of the same kind of layer as one.
-
-    The functions in them, as of a `MicrobatchMean`, may be made anew at each call, and those of the
-    first are taken, as a scan does.
-    """
+    """Trees of the same kind of layer as one."""
+    # The functions in them, as of a `MicrobatchMean`, may be made anew at each call, and those of
+    # the first are taken, as a scan does.
     leaves = zip(*map(jax.tree.leaves, trees), strict=True)
     return jax.tree.unflatten(jax.tree.structure(trees[0]), [jnp.stack(each) for each in leaves])
 
@@ -167,12 +161,10 @@ class LayerPlace(NamedTuple):
 
     @classmethod
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
-        """The place of a layer by its number, an int32 scalar.
-
-        Padding is told that it is the last layer of its kind: of a number that the model does not
-        have, a layer may make what is infinite, as by 1 / (layers - number), and then even a
-        discarded result makes a gradient NaN.
-        """
+        """The place of a layer by its number, an int32 scalar."""
+        # Padding is told that it is the last layer of its kind: of a number that the model does not
+        # have, a layer may make what is infinite, as by 1 / (layers - number), and then even a
+        # discarded result makes a gradient NaN.
         each, stages = stack.per_stage, stack.stages
         real = layer
         if stack.padding:
@@ -182,12 +174,10 @@ class LayerPlace(NamedTuple):
 
 
 def gathered_for_use(layer: Any) -> Any:
-    """The layer with weights whole along the mesh axes that shard the batch, in explicit mode.
-
-    It is for layers that know nothing of the mesh and whose weights are sharded by Flax's metadata.
-    Types would not let them multiply activations and weights that are sharded over the same mesh
-    axis. In auto mode the compiler gathers such weights. Other layers gather their own.
-    """
+    """The layer with weights whole along the mesh axes that shard the batch, in explicit mode."""
+    # It is for layers that know nothing of the mesh and whose weights are sharded by Flax's
+    # metadata. Types would not let them multiply activations and weights that are sharded over the
+    # same mesh axis. In auto mode the compiler gathers such weights. Other layers gather their own.
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
@@ -292,11 +282,7 @@ class StageLayers:
     def __call__(
         self, stack: Any, x: PyTree, side: Side, state: list[Array] | None = None
     ) -> tuple[Any, ...]:
-        """As for `run_pipeline`.
-
-        `stack` are the layers of the stage, as `StackedLayers.stacked` gives them; each state is
-        `[layers per stage, …]`.
-        """
+        """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
         if self.in_turn.apart:
@@ -329,10 +315,7 @@ def of_all_kinds(
     copies: int | None = None,
     calls: int | None = None,
 ) -> tuple[PyTree, list[Array]]:
-    """The metrics of a call of all layers of a stage, and their state, from those of each kind.
-
-    All layers are divided into `calls` calls; None for the visits of a loop.
-    """
+    """Metrics and state of all layers of a stage, in `calls` calls or the visits of a loop."""
     calls = calls or stack.visits
     metrics = over_kinds(
         [result.metrics for result in found],

@@ -105,13 +105,12 @@ def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
 
 
 def take(state: LayerStates, at: At) -> PyTree:
-    """The state that each stage reads, `[stages, …]`.
+    """The state that each stage reads, `[stages, …]`."""
 
-    In a bubble a stage reads its first state: what the last visit left may hold the microbatch that
-    the stage works on in the bubble, and a derivative need not be defined where both are equal. Of
-    what is `PerMicrobatch` it reads any row, because a first state would be a second copy of it.
-    """
-
+    # In a bubble a stage reads its first state: what the last visit left may hold the microbatch
+    # that the stage works on in the bubble, and a derivative need not be defined where both are
+    # equal. Of what is `PerMicrobatch` it reads any row, because a first state would be a second
+    # copy of it.
     def one(now: Any, first: Any) -> Any:
         if isinstance(now, PerMicrobatch):
             return select_repeat(now.value, at.row)
