@@ -42,20 +42,20 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "x = where(first, entering, arrived)",
-        "x = where(last, entering, arrived)",
+        "x = exchange.where(first, entering, arrived)",
+        "x = exchange.where(last, entering, arrived)",
         "test_pipeline",
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "    x = where(over_stage(now.active), x, waiting)\n",
+        "    x = exchange.where(exchange.over_stage(now.active), x, waiting)\n",
         "",
         "test_pipeline",
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "queue = push(queue, returning, carry.outputs[-1],",
-        "queue = push(queue, returning, carry.outputs[0],",
+        "queue = exchange.push(queue, returning, carry.outputs[-1],",
+        "queue = exchange.push(queue, returning, carry.outputs[0],",
         "test_pipeline",
     ),
     Mutation(
@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))\n",
+        "        d_y = exchange.where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))\n",
         "",
         "test_one_f_one_b",
     ),
@@ -234,8 +234,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/metrics.py",
-        "jax.tree.map(\n            lambda metric: _added(_finished(metric), counted, layers)",
-        "jax.tree.map(\n            lambda metric: _added(_finished(metric), None, layers)",
+        "_map(lambda metric: _added(_finished(metric), counted, layers)",
+        "_map(lambda metric: _added(_finished(metric), None, layers)",
         "test_kinds_of_layers",
     ),
     Mutation(
@@ -684,8 +684,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "_add_rows(of_inputs.side, d_reads.side, over_stage(now.backward))",
-        "_add_rows(of_inputs.side, d_reads.side, over_stage(now.forward))",
+        "_add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))",
+        "_add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.forward))",
         "test_foreign_models",
     ),
     Mutation(
@@ -708,7 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/layers.py",
-        "        check_same(one, other)\n",
+        "        checks.check_same(one, other)\n",
         "",
         "test_wrong_uses",
     ),

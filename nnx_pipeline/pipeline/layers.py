@@ -13,12 +13,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.stage._checks import (
-    call_explained,
-    check_apart,
-    check_layer_variables,
-    check_same,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
 from nnx_pipeline.sharding.layout import AxisName, Layout, mesh_sizes, place, portable_key
 
@@ -116,21 +111,21 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
         # The other stream is for what is not a parameter, such as the masks of dropout.
         rngs = nnx.Rngs(jax.random.fold_in(key, 0), params=key)
         rule = "a layer is made by one argument, as by lambda rngs: Layer(8, rngs=rngs)"
-        with call_explained(make_layer, (rngs,), {}, rule):
+        with checks.call_explained(make_layer, (rngs,), {}, rule):
             layer = make_layer(rngs)
         if not isinstance(layer, nnx.Module) or not callable(layer):
             raise InputError(
                 f"the function that makes a layer returned {type(layer).__name__}; it must return "
                 "an nnx.Module with a method __call__(x, …)"
             )
-        check_layer_variables(layer)
+        checks.check_layer_variables(layer)
         return layer
 
     def check_two(key: Array) -> None:
         one, other = make(key), make(key)
-        check_apart(one, other)
+        checks.check_apart(one, other)
         _check_axes(one, layout)
-        check_same(one, other)
+        checks.check_same(one, other)
 
     jax.eval_shape(check_two, portable_key(jax.random.key(0)))
 

@@ -89,6 +89,9 @@ def is_metric(leaf: Any) -> bool:
     return isinstance(leaf, Declared)
 
 
+_map = partial(jax.tree.map, is_leaf=is_metric)
+
+
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
     """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
@@ -122,7 +125,7 @@ def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
     # Copies first: the function of a `MicrobatchMean` must see the mean of a whole microbatch.
     if copies is not None:
         metrics = _fold(metrics, copies)
-    return _fold(jax.tree.map(_finished, metrics, is_leaf=is_metric), 0)
+    return _fold(_map(_finished, metrics), 0)
 
 
 def over_kinds(
@@ -153,18 +156,11 @@ def over_kinds(
         if copies is not None:
             metrics = _fold(metrics, copies)
             counted = None if counted is None else jnp.any(counted, axis=copies)
-        return jax.tree.map(
-            lambda metric: _added(_finished(metric), counted, layers), metrics, is_leaf=is_metric
-        )
+        return _map(lambda metric: _added(_finished(metric), counted, layers), metrics)
 
     totals = [total(kind) for kind in reporting]
     _check_alike(totals)
-
-    def combined(*metrics: Metric) -> Metric:
-        add = jnp.maximum if isinstance(metrics[0], Max) else jnp.add
-        return type(metrics[0])(reduce(add, [metric.value for metric in metrics]))
-
-    return jax.tree.map(combined, *totals, is_leaf=is_metric)
+    return _map(lambda *metrics: reduce(_joined, metrics), *totals)
 
 
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
@@ -177,25 +173,22 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
         nothing = jnp.full_like(metric.value, identity(metric))
         return type(metric)(where(place(jnp.asarray(active), spec), metric.value, nothing))
 
-    masked = jax.tree.map(one, metrics, is_leaf=is_metric)
-    return _total(masked, axes=(0, 1), visits=int(active.sum()))
+    visits = int(active.sum())
+    return _map(lambda metric: _total(metric, (0, 1), visits), _map(one, metrics))
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
     """Combines the metrics `[stages, …]` of a tick with the totals; bubbles do not count."""
 
     def one(total: Metric, metric: Metric) -> Metric:
-        value = over_stage(metric.value)
-        value = where(active, value, jnp.full_like(value, identity(metric)))
-        add = jnp.maximum if isinstance(metric, Max) else jnp.add
-        return type(metric)(add(total.value, value))
+        return _joined(total, _masked(type(metric)(over_stage(metric.value)), active))
 
-    return jax.tree.map(one, totals, new, is_leaf=is_metric)
+    return _map(one, totals, new)
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
     """Combines totals `[stages, …]`, into which `visits` visits of all stages went."""
-    return _total(totals, axes=(0,), visits=visits)
+    return _map(lambda total: _total(total, 0, visits), totals)
 
 
 def identity(metric: Metric) -> float:
@@ -204,7 +197,7 @@ def identity(metric: Metric) -> float:
 
 
 def values(metrics: PyTree) -> PyTree:
-    return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_metric)
+    return _map(lambda metric: metric.value, metrics)
 
 
 def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
@@ -214,7 +207,7 @@ def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
         value: Array = metric.value
         return no_gradient_of(_MAX_HAS_NONE, value, besides) if isinstance(metric, Max) else value
 
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
+    return _map(one, metrics)
 
 
 _MAX_HAS_NONE = (
@@ -225,17 +218,15 @@ _MAX_HAS_NONE = (
 
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
     """The weight of each metric in the loss: one for all, or a tree, None for 0."""
-
-    def spread(weight: Any, below: PyTree) -> PyTree:
-        return jax.tree.map(partial(_checked_weight, weight), below, is_leaf=is_metric)
-
     weights = jax.tree.map(lambda w: 0.0 if w is None else w, weights, is_leaf=lambda w: w is None)
     try:
-        return jax.tree.map(spread, weights, metrics)
+        return jax.tree.map(
+            lambda weight, below: _map(partial(_checked_weight, weight), below), weights, metrics
+        )
     except InputError:
         raise
     except ValueError as error:
-        names = jax.tree.map(lambda metric: type(metric).__name__, metrics, is_leaf=is_metric)
+        names = _map(lambda metric: type(metric).__name__, metrics)
         raise InputError(
             f"metric_weights={weights} does not have the tree structure of the metrics, {names}; "
             "give one number for all of them, or one for each in the same tree"
@@ -282,29 +273,32 @@ def _fold(metrics: PyTree, axis: int) -> PyTree:
         folded: Declared = jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
         return folded
 
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
+    return _map(one, metrics)
 
 
 def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
     """The share of the layers of one kind, `[layers, …]`, in a metric of all `layers`."""
-    value = metric.value
-    if real is not None:
-        value = where(real, value, jnp.full_like(value, identity(metric)))
-    found = _REDUCTIONS.get(type(metric), jnp.sum)(value, axis=0)
-    return type(metric)(found / layers if isinstance(metric, Mean) else found)
+    return _total(metric if real is None else _masked(metric, real), 0, layers)
+
+
+def _masked(metric: Metric, counted: Array) -> Metric:
+    nothing = jnp.full_like(metric.value, identity(metric))
+    return type(metric)(where(counted, metric.value, nothing))
+
+
+def _joined(one: Metric, other: Metric) -> Metric:
+    add = jnp.maximum if isinstance(one, Max) else jnp.add
+    return type(one)(add(one.value, other.value))
+
+
+def _total(metric: Metric, axes: int | tuple[int, ...], number: float) -> Metric:
+    total = _REDUCTIONS.get(type(metric), jnp.sum)(metric.value, axis=axes)
+    return type(metric)(total / number if isinstance(metric, Mean) else total)
 
 
 def _check_alike(totals: Sequence[PyTree]) -> None:
-    said = [
-        str(
-            jax.tree.map(
-                lambda metric: f"{type(metric).__name__} of {_type(metric.value)}",
-                one,
-                is_leaf=is_metric,
-            )
-        )
-        for one in totals
-    ]
+    named = partial(_map, lambda metric: f"{type(metric).__name__} of {_type(metric.value)}")
+    said = [str(named(metrics)) for metrics in totals]
     for other in said[1:]:
         if other != said[0]:
             raise InputError(
@@ -318,14 +312,6 @@ def _finished(metric: Declared) -> Metric:
         return metric
     values = jax.vmap(jax.vmap(metric.function))(metric.rows)  # [layers, microbatches, …]
     return Mean(jnp.mean(_floating("the result of MicrobatchMean", values), axis=1))
-
-
-def _total(metrics: PyTree, *, axes: tuple[int, ...], visits: int) -> PyTree:
-    def one(metric: Metric) -> Metric:
-        total = _REDUCTIONS.get(type(metric), jnp.sum)(metric.value, axis=axes)
-        return type(metric)(total / visits if isinstance(metric, Mean) else total)
-
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
 
 
 def _mean_of_rows(microbatches: int, rows: Array) -> Array:

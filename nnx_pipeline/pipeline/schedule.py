@@ -63,7 +63,7 @@ class CircularSchedule:
     delay: int = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, "stages", "microbatches", "repeats")
+        _check_counts(self)
         if self.delay not in (1, 2):
             raise InputError(f"forwarding delay={self.delay} must be 1 or 2")
         if self.microbatches < self.delay * self.stages:
@@ -95,17 +95,7 @@ class CircularSchedule:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers and the timetable: [microbatch, repeat] by tick and stage."""
-        return {
-            "schedule": "circular",
-            "stages": self.stages,
-            "microbatches": self.microbatches,
-            "repeats": self.repeats,
-            "delay": self.delay,
-            "ticks": self.ticks,
-            "bubble_ticks": self.bubble_ticks,
-            "bubble_share": self.bubble_share,
-            "timetable": self.visits.to_json(),
-        }
+        return {**_numbers(self, "circular"), "timetable": self.visits.to_json()}
 
     # A microbatch that waits is stored by one stage, in a buffer [stages, slots]: microbatch m of
     # the input at [m // slots, m mod slots]. At each tick one slot is due, the same on all stages:
@@ -166,7 +156,7 @@ class OneForwardOneBackward:
     delay: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, "stages", "microbatches", "repeats")
+        _check_counts(self)
 
     @property
     def visits(self) -> int:
@@ -251,14 +241,7 @@ class OneForwardOneBackward:
         """A phase is written as its first tick and the tick after its last."""
         names = ("forward_only", "both", "backward_only")
         return {
-            "schedule": "1f1b",
-            "stages": self.stages,
-            "microbatches": self.microbatches,
-            "repeats": self.repeats,
-            "delay": self.delay,
-            "ticks": self.ticks,
-            "bubble_ticks": self.bubble_ticks,
-            "bubble_share": self.bubble_share,
+            **_numbers(self, "1f1b"),
             "ring_slots": self.ring_slots,
             "phases": {
                 name: [ticks.start, ticks.stop]
@@ -290,17 +273,21 @@ def _visits(microbatch: np.ndarray, repeat: np.ndarray, active: np.ndarray) -> V
     return Visits(table(microbatch), table(repeat), active)
 
 
-def _check_counts(schedule: object, *names: str) -> None:
-    whole(schedule, *names)
-    stages, microbatches = (getattr(schedule, name) for name in ("stages", "microbatches"))
-    divides(
-        stages,
-        microbatches,
-        rule=f"{do_not_split(microbatches, 'microbatch')} over {stages} stages",
-    )
-
-
 Schedule = CircularSchedule | OneForwardOneBackward
+
+
+def _check_counts(schedule: Schedule) -> None:
+    whole(schedule, "stages", "microbatches", "repeats")
+    stages, microbatches = schedule.stages, schedule.microbatches
+    rule = f"{do_not_split(microbatches, 'microbatch')} over {stages} stages"
+    divides(stages, microbatches, rule=rule)
+
+
+def _numbers(schedule: Schedule, name: str) -> dict[str, Any]:
+    sizes = ("stages", "microbatches", "repeats", "delay", "ticks", "bubble_ticks", "bubble_share")
+    return {"schedule": name, **{size: getattr(schedule, size) for size in sizes}}
+
+
 SCHEDULE_NAMES = ("circular", "1f1b")
 """The values of `pipeline.schedule`."""
 

@@ -13,15 +13,7 @@ from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.lab.errors import is_divisor
 from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
 from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
-from nnx_pipeline.ops._grouped.order import (
-    Order,
-    Some,
-    from_rows,
-    of_rows,
-    sort_by_expert,
-    to_rows,
-    weights_of_choices,
-)
+from nnx_pipeline.ops._grouped import order as sorting
 from nnx_pipeline.ops._grouped.products import GroupedProducts, products_for
 from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, P
@@ -87,7 +79,7 @@ class _Groups(NamedTuple):
 
     products: GroupedProducts
     sizes: Array
-    some: Some | None = None
+    some: sorting.Some | None = None
     results: list[Array] | None = None
 
     def product(
@@ -128,12 +120,12 @@ class _OnDevice(OnDevices):
         batch = self.batch or None
         return P(batch, None), P(batch, None, None), P(batch, None)
 
-    def sort(self, experts: Int[Array, "batch seq chosen"]) -> Order:
+    def sort(self, experts: Int[Array, "batch seq chosen"]) -> sorting.Order:
         """The order of the choices on each device; its arrays have an axis of devices."""
 
         def local(experts: Array) -> tuple[Array, ...]:
             mine = jax.lax.axis_index(self.owners) if self.owners else 0
-            order = sort_by_expert(
+            order = sorting.sort_by_expert(
                 _flat(self.from_owners(experts)),
                 first=mine * self.own,
                 own=self.own,
@@ -141,9 +133,9 @@ class _OnDevice(OnDevices):
             )
             return tuple(leaf[None] for leaf in order)
 
-        return Order(*self.per_device(local, [self.tokens], self.orders)(experts))
+        return sorting.Order(*self.per_device(local, [self.tokens], self.orders)(experts))
 
-    def in_turn(self, some: OfSome, order: Order, kernels: tuple[Array, ...]) -> _OfGroup:
+    def in_turn(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
         """The results of one group after the other, and the gradients of their kernels."""
         steps = self.own // self.group
         if steps == 1:  # there is nothing to add to
@@ -151,7 +143,7 @@ class _OnDevice(OnDevices):
 
         def step(results: list[Array], now: tuple[Array, tuple[Array, ...]]) -> _OfGroup:
             number, own = now
-            groups = Some(number * self.group, self.group)
+            groups = sorting.Some(number * self.group, self.group)
             return some(_Groups(self.products, order.sizes, groups, results), *own)
 
         split = tuple(kernel.reshape(steps, -1, *kernel.shape[1:]) for kernel in kernels)
@@ -174,11 +166,11 @@ class _OnDevice(OnDevices):
         return y.astype(like.dtype)
 
     def open(
-        self, x: Array, places: Order, gate: Array, up: Array
+        self, x: Array, places: sorting.Order, gate: Array, up: Array
     ) -> tuple[tuple[Array, Array], OpenResiduals]:
         def local(x: Array, *rest: Array) -> tuple[Array, ...]:
             order, kernels = _mine(rest[:3]), rest[3:]
-            rows = to_rows(_flat(self.from_owners(x)), order)
+            rows = sorting.to_rows(_flat(self.from_owners(x)), order)
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
@@ -197,7 +189,7 @@ class _OnDevice(OnDevices):
 
         def local(x: Array, *rest: Array) -> tuple[Array, ...]:
             order, kernels, d_rows = _mine(rest[:3]), rest[3:5], [each[0] for each in rest[5:]]
-            rows = to_rows(_flat(self.from_owners(x)), order)
+            rows = sorting.to_rows(_flat(self.from_owners(x)), order)
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 parts, d_kernels = [], []
@@ -208,7 +200,7 @@ class _OnDevice(OnDevices):
                 return parts, tuple(d_kernels)
 
             (of_gate, of_up), d_kernels = self.in_turn(some, order, kernels)
-            return self.to_owners(from_rows(of_gate + of_up, order), x), *d_kernels
+            return self.to_owners(sorting.from_rows(of_gate + of_up, order), x), *d_kernels
 
         into, rows = self.into, self.rows
         specs = [self.tokens, *self.orders, into, into, rows, rows]
@@ -218,18 +210,18 @@ class _OnDevice(OnDevices):
         return d_x, d_gate, d_up
 
     def close(
-        self, hidden: Array, weights: Array, places: Order, down: Array
+        self, hidden: Array, weights: Array, places: sorting.Order, down: Array
     ) -> tuple[Array, CloseResiduals]:
         def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
             order, down = _mine(rest[:3]), rest[3]
-            share = of_rows(_flat(self.from_owners(weights)), order)
+            share = sorting.of_rows(_flat(self.from_owners(weights)), order)
             weighed = hidden[0] * share[:, None]
 
             def some(groups: _Groups, down: Array) -> _OfGroup:
                 return [groups.product(0, weighed, self.gathered(down, 2))], ()
 
             (rows,), _ = self.in_turn(some, order, (down,))
-            return (self.to_owners(from_rows(rows, order), weights),)
+            return (self.to_owners(sorting.from_rows(rows, order), weights),)
 
         specs = [self.rows, self.tokens, *self.orders, self.down]
         (mixed,) = self.per_device(local, specs, [self.tokens])(hidden, weights, *places, down)
@@ -240,8 +232,8 @@ class _OnDevice(OnDevices):
 
         def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
             order, down, cotangent = _mine(rest[:3]), rest[3], rest[4]
-            hidden, share = hidden[0], of_rows(_flat(self.from_owners(weights)), order)
-            d_rows = to_rows(_flat(self.from_owners(cotangent)), order)
+            hidden, share = hidden[0], sorting.of_rows(_flat(self.from_owners(weights)), order)
+            d_rows = sorting.to_rows(_flat(self.from_owners(cotangent)), order)
             weighed = hidden * share[:, None]
 
             def some(groups: _Groups, down: Array) -> _OfGroup:
@@ -250,7 +242,7 @@ class _OnDevice(OnDevices):
 
             (d_weighed,), (d_down,) = self.in_turn(some, order, (down,))
             d_share = jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=1)
-            d_weights = self.to_owners(weights_of_choices(d_share, order), weights)
+            d_weights = self.to_owners(sorting.weights_of_choices(d_share, order), weights)
             d_hidden = d_weighed * share[:, None]
             return d_hidden[None], d_weights, d_down
 
@@ -267,5 +259,5 @@ def _flat(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _mine(order: tuple[Array, ...]) -> Order:
-    return Order(*(leaf[0] for leaf in order))
+def _mine(order: tuple[Array, ...]) -> sorting.Order:
+    return sorting.Order(*(leaf[0] for leaf in order))

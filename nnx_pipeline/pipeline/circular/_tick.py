@@ -20,16 +20,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import ITERATION_INPUT, named
+from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline import visit
-from nnx_pipeline.pipeline._exchange import (
-    ShiftName,
-    mark_stage,
-    over_stage,
-    push,
-    shift,
-    slot,
-    where,
-)
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
@@ -89,13 +81,19 @@ class MidTick(NamedTuple):
 
 
 def stage_inputs(
-    schedule: CircularSchedule, shift_by: ShiftName, now: CircularPlan, carry: CircularCarry
+    schedule: CircularSchedule,
+    shift_by: exchange.ShiftName,
+    now: CircularPlan,
+    carry: CircularCarry,
 ) -> tuple[MidTick, PyTree]:
     """Selects the input of every stage at a tick; linear in the carry."""
-    first, last = mark_stage(0, schedule.stages), mark_stage(schedule.stages - 1, schedule.stages)
-    waiting = slot(carry.stream, now.stream_slot)
+    first, last = (
+        exchange.mark_stage(0, schedule.stages),
+        exchange.mark_stage(schedule.stages - 1, schedule.stages),
+    )
+    waiting = exchange.slot(carry.stream, now.stream_slot)
     # Each stage sends its last output to the next stage, and the last stage to the first.
-    sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.outputs[0])
+    sent = jax.tree.map(lambda leaf: exchange.shift(leaf, by=1, how=shift_by), carry.outputs[0])
     # With a delay of 2 what is sent now is read a tick later, so that the transfer overlaps with
     # the visit of this tick.
     arrived = sent if schedule.delay == 1 else carry.arrived
@@ -104,14 +102,14 @@ def stage_inputs(
     # which nothing needs after that.
     queue, returning = carry.queue, arrived
     if queue is not None:
-        returning = slot(queue, now.queue_slot)
-        queue = push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
-    entering = where(now.from_stream, waiting, returning)
-    x = where(first, entering, arrived)
+        returning = exchange.slot(queue, now.queue_slot)
+        queue = exchange.push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
+    entering = exchange.where(now.from_stream, waiting, returning)
+    x = exchange.where(first, entering, arrived)
     # In a bubble a stage works on a microbatch that it happens to store, and the result is
     # discarded. So no stage function gets values, such as zeros, at which its derivative may be
     # undefined.
-    x = where(over_stage(now.active), x, waiting)
+    x = exchange.where(exchange.over_stage(now.active), x, waiting)
     mid = MidTick(
         stream=carry.stream,
         leaving=waiting,
@@ -124,18 +122,18 @@ def stage_inputs(
 
 def stage_outputs(
     schedule: CircularSchedule,
-    shift_by: ShiftName,
+    shift_by: exchange.ShiftName,
     now: CircularPlan,
     mid: MidTick,
     outputs: PyTree,
 ) -> CircularCarry:
     """The carry of the next tick from the outputs `[stages, …]`; linear in both inputs."""
-    last = mark_stage(schedule.stages - 1, schedule.stages)
+    last = exchange.mark_stage(schedule.stages - 1, schedule.stages)
     # The slot that was read moves one stage towards stage 0, so that each microbatch is there when
     # stage 0 takes it. The last stage's entry of the slot is then free and takes its output.
     # After the last tick the stream holds the outputs of the last repeat.
     return CircularCarry(
-        stream=push(mid.stream, mid.leaving, outputs, now.stream_slot, last, shift_by),
+        stream=exchange.push(mid.stream, mid.leaving, outputs, now.stream_slot, last, shift_by),
         queue=mid.queue,
         outputs=(outputs, *mid.outputs),
         arrived=mid.sent,
@@ -167,7 +165,7 @@ class CircularLoop:
     """The loop over the ticks of one schedule; results do not depend on `bubble_fill`."""
 
     schedule: CircularSchedule
-    shift_by: ShiftName
+    shift_by: exchange.ShiftName
     bubble_fill: float
     cast_at_use: bool = False
 

@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange import (
-    empty_host_ring,
-    empty_ring,
-    from_stage,
-    to_stages,
-)
+from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline.contract import Inputs, Weights
 from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import (
@@ -78,7 +73,7 @@ class OneForwardOneBackwardLoop:
                 gradients = only(self.tick.needed._replace(stages=None), gradients)
             # What the stage function closes over is the same on every stage, but its gradient is
             # not: each stage adds up its own, and these are summed over stages once, at the end.
-            each = to_stages(gradients.captured, schedule.stages)
+            each = exchange.to_stages(gradients.captured, schedule.stages)
             gradients = gradients._replace(stages=visit.zeros(stored.stages), captured=each)
             state = state._replace(
                 gradients=gradients,
@@ -109,7 +104,7 @@ class OneForwardOneBackwardLoop:
             lambda needed, leaf: jnp.zeros_like(leaf) if needed else None, self.needed, inputs
         )
         # Each stage adds up what its layers read, and these are summed over stages at the end.
-        return zeros._replace(side=to_stages(zeros.side, self.tick.schedule.stages))
+        return zeros._replace(side=exchange.to_stages(zeros.side, self.tick.schedule.stages))
 
     def _scan(
         self,
@@ -139,7 +134,9 @@ class OneForwardOneBackwardLoop:
                 tick.reads(all_weights, inputs, now), moving, keep=False
             )
             row = row_of(inputs.leave, now.leaving)
-            return tick.leaving(all_weights.leave, from_stage(y, tick.schedule.stages - 1), row)
+            return tick.leaving(
+                all_weights.leave, exchange.from_stage(y, tick.schedule.stages - 1), row
+            )
 
         jax.eval_shape(call, weights, inputs, layers)
 
@@ -171,19 +168,23 @@ class OneForwardOneBackwardLoop:
 
         x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         residuals, tree = jax.tree.flatten(residuals)
-        nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
+        nothing = jax.tree.map(lambda leaf: exchange.empty_ring(leaf, None, self.bubble_fill), x)
         slots = self.tick.schedule.ring_slots
         return LoopState(
             outputs=nothing,
             d_inputs=None,
             ring=[
-                (empty_host_ring if host else empty_ring)(leaf, slots, self.bubble_fill)
+                (exchange.empty_host_ring if host else exchange.empty_ring)(
+                    leaf, slots, self.bubble_fill
+                )
                 for leaf, host in zip(residuals, on_host.marks, strict=True)
             ],
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
             metrics=jax.tree.map(
-                lambda metric: type(metric)(empty_ring(metric.value, None, identity(metric))),
+                lambda metric: type(metric)(
+                    exchange.empty_ring(metric.value, None, identity(metric))
+                ),
                 metrics,
                 is_leaf=is_metric,
             ),

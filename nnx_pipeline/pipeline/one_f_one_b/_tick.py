@@ -18,15 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange import (
-    ShiftName,
-    from_stage,
-    mark_stage,
-    over_stage,
-    shift,
-    to_stages,
-    where,
-)
+from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_counted, weights_like
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
@@ -71,7 +63,7 @@ class OneForwardOneBackwardTick:
     functions: HoistedFunctions
     schedule: OneForwardOneBackward
     metric_weights: PyTree
-    shift_by: ShiftName
+    shift_by: exchange.ShiftName
     how: Accumulation
     needed: LoopWeights | None = None
 
@@ -102,20 +94,24 @@ class OneForwardOneBackwardTick:
         state: LoopState,
     ) -> LoopState:
         entering = self.entering(weights, inputs, now)
-        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.outputs)
+        arrived = jax.tree.map(
+            lambda leaf: exchange.shift(leaf, by=1, how=self.shift_by), state.outputs
+        )
         # A stage in a bubble works on what enters, so that the stage function gets no values at
         # which its derivative may be undefined. Its metrics are not counted.
-        is_forward = over_stage(now.is_forward)
-        x = where(over_stage(now.from_input), entering, arrived)
+        is_forward = exchange.over_stage(now.is_forward)
+        x = exchange.where(exchange.over_stage(now.from_input), entering, arrived)
         keep = state.gradients is not None
         at = self.visits_at(now)
         moving = x, take(state.layers, at)
         reads = self.reads(weights, inputs, now)
         ((y, written), metrics), residuals = self.visit.run(reads, moving, keep=keep)
-        residuals = [over_stage(leaf) for leaf in jax.tree.leaves(residuals)]
+        residuals = [exchange.over_stage(leaf) for leaf in jax.tree.leaves(residuals)]
         return state._replace(
             outputs=y,
-            ring=at_slot(state.ring, over_stage(now.write), residuals) if keep else state.ring,
+            ring=at_slot(state.ring, exchange.over_stage(now.write), residuals)
+            if keep
+            else state.ring,
             metrics=include(is_forward, state.metrics, metrics),
             layers=put(state.layers, at, written),
         )
@@ -136,7 +132,7 @@ class OneForwardOneBackwardTick:
             return self.leaving(weights, output, with_needed(needed))
 
         def leave(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
-            output = from_stage(outputs, self.schedule.stages - 1)
+            output = exchange.from_stage(outputs, self.schedule.stages - 1)
             if gradients is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
             loss_of_one, back = jax.vjp(loss_of, weights.leave, output, needed)
@@ -150,7 +146,9 @@ class OneForwardOneBackwardTick:
 
         def stay(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             nothing = (
-                None if gradients is None else jax.tree.map(jnp.zeros_like, from_stage(outputs, 0))
+                None
+                if gradients is None
+                else jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
             )
             return loss, gradients, nothing
 
@@ -180,15 +178,17 @@ class OneForwardOneBackwardTick:
         if state.gradients is None:
             return state
         d_y = self._arriving_cotangents(now, state, d_output)
-        is_backward = over_stage(now.is_backward)
+        is_backward = exchange.over_stage(now.is_backward)
         # In a bubble nothing has arrived: with zero cotangents the visit adds zero gradients.
-        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))
+        d_y = exchange.where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))
         d_metrics = jax.tree.map(
             functools.partial(self._of_metric, is_backward),
             weights_like(self.metric_weights, state.metrics),
             state.metrics,
         )
-        stored = jax.tree.unflatten(residual_tree, select_slot(state.ring, over_stage(now.read)))
+        stored = jax.tree.unflatten(
+            residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
+        )
         reads = _reads(weights, inputs, now.backward, now.backward_repeat)
         own, layers = self.visit, state.layers.of_visit()
         d_reads, d_x = own.back(stored, reads, d_y, d_metrics, state=layers)
@@ -201,21 +201,23 @@ class OneForwardOneBackwardTick:
             enter=d_enter,
             captured=add(totals.captured, d_reads.captured),
         )
-        d_side = _add_rows(of_inputs.side, d_reads.side, over_stage(now.backward))
+        d_side = _add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))
         of_inputs = of_inputs._replace(enter=d_rows, side=d_side)
         return state._replace(d_inputs=d_x, gradients=gradients, of_inputs=of_inputs)
 
     def _arriving_cotangents(self, now: PhasePlan, state: LoopState, d_output: PyTree) -> PyTree:
         """The cotangents of all stages' outputs: of the next stage's input, or from the loss."""
         stages = self.schedule.stages
-        arrived = jax.tree.map(lambda leaf: shift(leaf, by=-1, how=self.shift_by), state.d_inputs)
+        arrived = jax.tree.map(
+            lambda leaf: exchange.shift(leaf, by=-1, how=self.shift_by), state.d_inputs
+        )
         if d_output is None:
             return arrived
-        turns = mark_stage(stages - 1, stages)
+        turns = exchange.mark_stage(stages - 1, stages)
         # With several repeats the last stage takes the cotangent of the loss in the microbatch's
         # last repeat only; otherwise it takes what the first stage sends.
         turns = turns if self.schedule.repeats == 1 else turns & now.leaves
-        return where(turns, to_stages(d_output, stages), arrived)
+        return exchange.where(turns, exchange.to_stages(d_output, stages), arrived)
 
     def _return(
         self,
@@ -234,7 +236,7 @@ class OneForwardOneBackwardTick:
 
         def back(gradients: PyTree, d_x: PyTree) -> PyTree:
             _, enter_back = jax.vjp(enter, end, needed)
-            d_weights, d_row = enter_back(from_stage(d_x, 0))
+            d_weights, d_row = enter_back(exchange.from_stage(d_x, 0))
             so_far, d_rows = gradients
             d_weights = add(so_far, none_for_integers(d_weights))
             return d_weights, _add_row(d_rows, d_row, now.returning)
@@ -260,7 +262,7 @@ class OneForwardOneBackwardTick:
         """The activations of the microbatch that enters, on every stage: `[stages, …]`."""
         end, row = weights.enter, row_of(inputs.enter, now.entering)
         x = self.functions.enter(end.captured, end.weights, row)
-        return to_stages(x, self.schedule.stages)
+        return exchange.to_stages(x, self.schedule.stages)
 
     def leaving(self, end: WithCaptured, output: PyTree, row: PyTree) -> Array:
         """The loss of the microbatch that leaves."""
@@ -293,7 +295,7 @@ class OneForwardOneBackwardTick:
             return type(metric)(zeros)
         weight = jnp.asarray(weight, zeros.dtype)
         each = jnp.full_like(zeros, weight / self.visits if isinstance(metric, Mean) else weight)
-        return type(metric)(where(is_backward, each, zeros))
+        return type(metric)(exchange.where(is_backward, each, zeros))
 
 
 def _reads(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Array) -> Reads:

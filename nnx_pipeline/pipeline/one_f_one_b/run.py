@@ -13,42 +13,19 @@ from jaxtyping import PyTree
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
-from nnx_pipeline.pipeline.one_f_one_b._lift import (
-    Lift,
-    Total,
-    checked_lift,
-    computes_in_float16,
-    lifted,
-    lifted_weights,
-    refuse_unlifted,
-    without_lift,
-)
+from nnx_pipeline.pipeline.one_f_one_b import _lift as lifts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
 from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForwardOneBackwardTick
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage._checks import (
-    check_shapes,
-    check_stacked,
-    checked,
-    checked_enter,
-    checked_leave,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._closed import hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
+from nnx_pipeline.sharding import _gradients as grads
 from nnx_pipeline.sharding._cast import of_slices
-from nnx_pipeline.sharding._gradients import (
-    asked_of,
-    is_symbolic_zero,
-    no_gradient_to,
-    or_zeros,
-    refuse_perturbed,
-    scaled,
-    values_of,
-)
 
 
 def run_one_f_one_b(
@@ -108,12 +85,12 @@ def run_one_f_one_b(
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
-    check_shapes(stages, None, inputs, schedule)
-    check_stacked(state, "the state", schedule)
+    checks.check_shapes(stages, None, inputs, schedule)
+    checks.check_stacked(state, "the state", schedule)
     weights = weights._replace(stages=stages).placed()
     inputs = entry.place_on_every_stage(inputs)
     layers = hold_state(entry.place_stacked(state), schedule)
-    lift = checked_lift(functions.lift)
+    lift = lifts.checked_lift(functions.lift)
     metric_weights = metric_weights_of(functions, lift)
 
     def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
@@ -135,15 +112,15 @@ def run_one_f_one_b(
 
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
-    stage = checked(apply_stage, has_state=state is not None)
-    ends = checked_enter(enter), lifted(checked_leave(leave), lift)
+    stage = checks.checked(apply_stage, has_state=state is not None)
+    ends = checks.checked_enter(enter), lifts.lifted(checks.checked_leave(leave), lift)
     own, captured, traced = hoist((ends[0], stage, ends[1]), call)
     loop = dataclasses.replace(
         make_loop(own[0], checkpoint(own[1]), own[2]),
-        unlifted=lift is None and any(map(computes_in_float16, traced)),
+        unlifted=lift is None and any(map(lifts.computes_in_float16, traced)),
     )
     total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
-    total = without_lift(total, lift)
+    total = lifts.without_lift(total, lift)
     return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
@@ -169,8 +146,8 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
     return functions.enter, functions.apply_stage, functions.leave
 
 
-def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
-    return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
+def metric_weights_of(functions: ModelFunctions, lift: lifts.Lift) -> PyTree:
+    return lifts.lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
 def _metric_weight(weight: Any) -> Any:
@@ -183,7 +160,7 @@ def _metric_weight(weight: Any) -> Any:
         )
     if not isinstance(weight, jax.core.Tracer):
         return weight
-    return no_gradient_to(
+    return grads.no_gradient_to(
         "the 1F1B schedule was asked for the gradient with respect to metric_weights, which it "
         "does not give; use jax.lax.stop_gradient on them",
         weight,
@@ -222,14 +199,14 @@ class AnyLoop(Protocol):
     ) -> Any:
         """The state after the last tick, with `gradients` and `layers`."""
 
-    def total(self, state: Any) -> Total:
+    def total(self, state: Any) -> lifts.Total:
         """The loss and its two parts."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_loop(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[Total, PyTree]:
+) -> tuple[lifts.Total, PyTree]:
     """The loss with its parts, and the state; gradients are computed in the same ticks."""
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
@@ -237,25 +214,25 @@ def by_loop(
 
 def _run_forward(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[tuple[Total, PyTree], Any]:
+) -> tuple[tuple[lifts.Total, PyTree], Any]:
     if loop.unlifted:
-        refuse_unlifted()
+        lifts.refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
-        needed = asked_of(inputs)
+        needed = grads.asked_of(inputs)
         loop = dataclasses.replace(
             loop,
             needed=needed if any(jax.tree.leaves(needed)) else None,
-            tick=dataclasses.replace(loop.tick, needed=asked_of(weights)),
+            tick=dataclasses.replace(loop.tick, needed=grads.asked_of(weights)),
         )
-        inputs = values_of(inputs)
+        inputs = grads.values_of(inputs)
     else:
-        inputs = refuse_perturbed(
+        inputs = grads.refuse_perturbed(
             "a timetable was asked for the gradient with respect to an input of its microbatches; "
             "it gives those of the weights alone: use jax.lax.stop_gradient on the inputs, or "
             "run_one_f_one_b",
             inputs,
         )
-    weights, layers = values_of((weights, layers))
+    weights, layers = grads.values_of((weights, layers))
     state = loop.run(weights, inputs, layers, differentiate=True)
     d_inputs = (
         state.of_inputs if isinstance(loop, OneForwardOneBackwardLoop) and loop.needed else None
@@ -267,14 +244,16 @@ def _run_forward(
 def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeights, Inputs, PyTree]:
     weights, inputs, layers, gradients = saved
     (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
-    if not all(map(is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=is_symbolic_zero))):
+    if not all(
+        map(grads.is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=grads.is_symbolic_zero))
+    ):
         raise InputError(
             "the 1F1B schedule was asked for the gradient of a part of its loss, but it computes "
             "the gradient of the whole loss only; differentiate that, with metric_weights for the "
             "share of each metric in it, or use the circular schedule"
         )
-    d_loss = or_zeros(d_loss)
-    d_weights, d_asked = jax.tree.map(lambda leaf: scaled(leaf, d_loss), gradients)
+    d_loss = grads.or_zeros(d_loss)
+    d_weights, d_asked = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
     d_inputs = no_gradient(inputs)
     if d_asked is not None:
         d_inputs = jax.tree.map(

@@ -15,14 +15,8 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
+from nnx_pipeline.pipeline.stage import state as states
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
-from nnx_pipeline.pipeline.stage.state import (
-    alike,
-    check_written,
-    type_of,
-    types_of,
-    without_gradient,
-)
 from nnx_pipeline.sharding.layout import mesh_sizes
 
 
@@ -40,8 +34,8 @@ def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
     for leaf in jax.tree.leaves(activations):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
-                f"the activations hold {type_of(leaf)}, and activations must be floating-point; "
-                "pass other arrays as side inputs, which every stage reads"
+                f"the activations hold {states.type_of(leaf)}, and activations must be "
+                "floating-point; pass other arrays as side inputs, which every stage reads"
             )
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
@@ -68,45 +62,42 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
 
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
-        x, state = moving[0], without_gradient(moving[1])
+        x, state = moving[0], states.without_gradient(moving[1])
         given = (x, side, state) if has_state else (x, side)
         before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
         with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
             result = apply_stage(params, *given)
         check_unchanged(before, params, lambda params: apply_stage(params, *given))
         if has_state:
-            result, written = _with_state(result)
-            check_written(state, written)
-            state = without_gradient(written)
+            *result, written = _unpacked(
+                result,
+                3,
+                "the function of a stage with a state",
+                "activations, metrics and the state, such as (x, None, state)",
+            )
+            states.check_written(state, written)
+            state = states.without_gradient(written)
         returned, metrics = check_passed_on(result, x, "the function of a stage", "stage")
         return (returned, state), of_visit(metrics)
 
     return apply
 
 
-def _with_state(result: Any) -> tuple[tuple[PyTree, PyTree], PyTree]:
-    if not isinstance(result, (tuple, list)) or len(result) != 3:
+def _unpacked(result: Any, number: int, who: str, wanted: str) -> Any:
+    if not isinstance(result, (tuple, list)) or len(result) != number:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
-        raise InputError(
-            f"the function of a stage with a state returned {found}; it must return activations, "
-            "metrics and the state, such as (x, None, state)"
-        )
-    x, metrics, state = result
-    return (x, metrics), state
+        raise InputError(f"{who} returned {found}; it must return {wanted}")
+    return result
 
 
 def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
     """The activations and metrics that a stage or a layer returned."""
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+    pair = "a pair, activations and metrics, such as (x, None)"
+    returned, metrics = _unpacked(result, 2, who, pair)
+    if not states.alike(x, returned):
+        given, found = states.types_of(x), states.types_of(returned)
         raise InputError(
-            f"{who} returned {found}; it must return a pair, activations and metrics, such as "
-            "(x, None)"
-        )
-    returned, metrics = result
-    if not alike(x, returned):
-        raise InputError(
-            f"{who} was given activations {types_of(x)} and returned {types_of(returned)}; both "
+            f"{who} was given activations {given} and returned {found}; both "
             f"must be the same, as the next {following} gets them"
         )
     return returned, metrics
@@ -341,4 +332,4 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _words(leaf: Any) -> str:
-    return type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+    return states.type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -11,14 +11,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import given_out
-from nnx_pipeline.pipeline.stage.layers import (
-    LayerResult,
-    NumberedLayer,
-    Side,
-    StageLayers,
-    call_layer,
-    of_all_kinds,
-)
+from nnx_pipeline.pipeline.stage import layers as stages
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 
@@ -26,10 +19,10 @@ from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 def run_whole_batch(
     kinds: list[Any],
     x: PyTree,
-    side: Side,
+    side: stages.Side,
     stored: list[Any] | None,
     *,
-    stage: StageLayers,
+    stage: stages.StageLayers,
     copies_of: Callable[[Any], Any],
 ) -> tuple[Any, ...]:
     """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
@@ -38,11 +31,11 @@ def run_whole_batch(
     state = None if stored is None else _of_one_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
     call = functools.partial(
-        call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
+        stages.call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
     )
 
-    def in_copies(x: PyTree, stacked: NumberedLayer) -> tuple[PyTree, LayerResult]:
-        def one(layer: Any, x: PyTree, side: Side) -> tuple[PyTree, LayerResult]:
+    def in_copies(x: PyTree, stacked: stages.NumberedLayer) -> tuple[PyTree, stages.LayerResult]:
+        def one(layer: Any, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
             return call(x, stacked._replace(layer=layer), {**side, **stage.shared})
 
         mapped = jax.vmap(one, spmd_axis_name=copies)
@@ -50,10 +43,10 @@ def run_whole_batch(
         return x, result
 
     numbers = [jnp.asarray(stack.numbers(kind)) for kind in range(len(kinds))]
-    whole = tuple(map(NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
+    whole = tuple(map(stages.NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
     x, found = stage.in_turn(apply, in_order(whole, stack), x)
-    metrics, written = of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
+    metrics, written = stages.of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
     total = given_out(metrics, x)
     if stored is None or state is None:
         return x, total

@@ -15,14 +15,7 @@ from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named
 from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import declared, over_kinds
-from nnx_pipeline.pipeline.stage._checks import (
-    arrays_of,
-    call_explained,
-    check_attributes,
-    check_passed_on,
-    check_unchanged,
-    plain_attributes,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._split import BatchSplit
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state, state_after, state_of_kinds
@@ -249,12 +242,12 @@ def call_layer(
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
-    before, attributes = arrays_of(layer, is_state), plain_attributes(layer)
-    with call_explained(layer, (x,), everything, rule):
+    before, attributes = checks.arrays_of(layer, is_state), checks.plain_attributes(layer)
+    with checks.call_explained(layer, (x,), everything, rule):
         result = layer(x, **everything) if split is None else split(layer, x, **everything)
-    check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
-    check_attributes(attributes, layer)
-    y, metrics = check_passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
+    checks.check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
+    checks.check_attributes(attributes, layer)
+    y, metrics = checks.check_passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
     written = without_gradient(state_after(layer, state))
     check_written(state, written)
     real = None
