@@ -1,7 +1,4 @@
-"""The shell of experts that compute the tokens that chose them.
-
-It has the mesh axes of what they compute, and two functions with derivatives.
-"""
+"""The shell of experts that compute the tokens that chose them: mesh axes and derivatives."""
 
 import abc
 import functools
@@ -130,10 +127,7 @@ class OnDevices(ExpertAxes, abc.ABC):
         """The gradients of hidden units, weights and down."""
 
     def per_device(
-        self,
-        function: Callable[..., OfDevice],
-        in_specs: Sequence[P],
-        out_specs: Sequence[P],
+        self, function: Callable[..., OfDevice], in_specs: Sequence[P], out_specs: Sequence[P]
     ) -> Callable[..., OfDevice]:
         """`per_device`, for functions that are differentiated by hand, once."""
         refusal = (

@@ -23,10 +23,7 @@ class Precision(NamedTuple):
 
 # What `model.quantization` may be. The two formats of 8 bits are those of Micikevicius et al. 2022,
 # "FP8 formats for deep learning": cotangents get the one with the wider range.
-PRECISIONS = {
-    "int8": Precision("int8", "int8"),
-    "fp8": Precision("float8_e4m3fn", "float8_e5m2"),
-}
+PRECISIONS = {"int8": Precision("int8", "int8"), "fp8": Precision("float8_e4m3fn", "float8_e5m2")}
 # (equation, activations, kernel, sharding of the result) to the result
 Product = Callable[[str, Array, Array, P], Array]
 

@@ -1,9 +1,8 @@
 """Functions of what one device holds, inside layers that are mapped over stages and copies.
 
-A kernel that no compiler can shard runs under a `shard_map` over the whole mesh. The layers around
-it are mapped by `jax.vmap` over stages, and over copies of the weights, which leaves two things to
-do: the mesh axes of these maps have to be among those of the `shard_map`, and the kernel must not
-see an axis of length 1 in front of its arguments, because few kernels can be mapped themselves.
+A kernel that no compiler can shard runs under a `shard_map` over the whole mesh. The mesh axes of
+the maps around it have to be among those of the `shard_map`, and the kernel must not see an axis of
+length 1 in front of its arguments, because few kernels can be mapped themselves.
 """
 
 import functools

@@ -94,9 +94,7 @@ def _shares(weights: Float[Array, "*batch chosen"]) -> Float[Array, "*batch chos
 
 
 def choose_experts(
-    scores: Float[Array, "*batch experts"],
-    routing: Routing,
-    bias: Float[Array, "experts"] | None,
+    scores: Float[Array, "*batch experts"], routing: Routing, bias: Float[Array, "experts"] | None
 ) -> Int[Array, "*batch chosen"]:
     """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them."""
     # The best groups are those in which the two largest scores have the largest sum.

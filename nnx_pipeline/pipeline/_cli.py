@@ -50,9 +50,7 @@ class ScheduleFiles:
     Numbers,
     click.option("--stages", type=COUNT, help="Stages of the pipeline."),
     click.option(
-        "--microbatches",
-        type=COUNT,
-        help="Microbatches of a step; a multiple of the stages.",
+        "--microbatches", type=COUNT, help="Microbatches of a step; a multiple of the stages."
     ),
     click.option(
         "--repeats",
@@ -139,23 +137,16 @@ def _show_plan(
 ) -> None:
     from nnx_pipeline.lab._report.output import emit_json, show
     from nnx_pipeline.pipeline._stack import make_stack
+    from nnx_pipeline.pipeline._timetable import text
     from nnx_pipeline.pipeline._timetable.actions import actions_of
     from nnx_pipeline.pipeline._timetable.figure import make_both, write_picture
-    from nnx_pipeline.pipeline._timetable.text import (
-        layers_table,
-        layers_to_json,
-        legend,
-        summary,
-        summary_of_layers,
-        timetable,
-    )
 
-    views: list[Any] = [summary(plan), timetable(plan), legend(plan)]
+    views: list[Any] = [text.summary(plan), text.Timetable(plan), text.legend(plan)]
     own = {}
     if numbers.layers is not None:
         stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
-        views += [summary_of_layers(stack, plan), layers_table(stack)]
-        own = {"layers": layers_to_json(stack, plan)}
+        views += [text.summary_of_layers(stack, plan), text.layers_table(stack)]
+        own = {"layers": text.layers_to_json(stack, plan)}
     for view in views:
         show(view, json_path=json_path)
     emit_json(json_path, {"schema": 1, **plan.to_json(), **own})

@@ -1,7 +1,7 @@
-"""Cuts batches into microbatches, and moves the arrays that a user gives to where loops read them.
+"""Cuts batches into microbatches, and moves arrays of the user to where the loops read them.
 
-In explicit mode the sharding of an array is part of its type, and the loops are written for one
-sharding of the axes that they cut. In auto mode the compiler moves what is placed elsewhere.
+In explicit mode the sharding of an array is part of its type, and the loops are written for one. In
+auto mode the compiler moves what is placed elsewhere.
 """
 
 import math

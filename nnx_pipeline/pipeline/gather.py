@@ -1,11 +1,10 @@
 """The option `fsdp_gather`: weights as they are stored, or gathered once and used in many ticks.
 
-A gathered weight is the same on every device along the mesh axes that it was gathered over. Its
-gradient is not: each device adds up the gradients of its own sequences. Both have an axis of
-copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. After each visit,
-or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to where the
-weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once, after all
-visits.
+Gathered weights and their gradients have an axis of copies, `[repeats, stages, copies, …]`, one
+copy per device along the mesh axes, which adds up the gradients of its own sequences. After each
+visit, or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to where
+the weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once, after
+all visits.
 """
 
 import dataclasses

@@ -57,12 +57,7 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
 
 
 def make_layers(
-    kinds: Sequence[MakeLayer],
-    stack: Stack,
-    *,
-    microbatches: int,
-    rngs: nnx.Rngs,
-    layout: Layout,
+    kinds: Sequence[MakeLayer], stack: Stack, *, microbatches: int, rngs: nnx.Rngs, layout: Layout
 ) -> Any:
     """One module that holds all layers, or a list of such modules if there are several kinds.
 

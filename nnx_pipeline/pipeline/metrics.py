@@ -1,8 +1,8 @@
 """Metrics that layers report besides activations, and how a pipeline combines their values.
 
-A layer reports one value per visit and copy of the batch. Only the layer knows how these values
-combine, so it wraps each of them in a class that says so. The result and its gradient are then the
-same on every mesh and with every schedule and option.
+Only the layer knows how the values of its visits and copies combine, so it wraps each in a class
+that says so. The result and its gradient are then the same on every mesh and with every schedule
+and option.
 """
 
 import math

@@ -94,11 +94,7 @@ class CircularPipeline(nnx.Module):
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(
-            config,
-            num_layers=num_layers,
-            kinds=len(kinds),
-            layout=layout,
-            weights=weights,
+            config, num_layers=num_layers, kinds=len(kinds), layout=layout, weights=weights
         )
         self.layers = make_layers(
             kinds,

@@ -1,9 +1,4 @@
-"""The visits of all stages at a tick, forward and backward, as both loops make them.
-
-keep    outputs and metrics of a forward visit, and the residuals of its derivative
-back    the cotangents of all that the visit read, from its residuals
-add     the gradient of the weights, in place, to the repeat that each stage was at
-"""
+"""The visits of all stages at a tick, forward and backward, as both loops make them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

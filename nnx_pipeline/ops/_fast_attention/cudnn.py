@@ -1,8 +1,7 @@
 """Attention by NVIDIA's cuDNN, on what one device holds.
 
 It was compiled for an H100 without one (JAX 0.10.2, `nvidia-cudnn-cu13` 9.28; figures are in
-`benchmarks/results/attention_memory.md`), and has never run. JAX's CUDA plugin loads the library of
-that wheel where it is installed, with a device or without; else the loader of the system finds it.
+`benchmarks/results/attention_memory.md`), and has never run.
 """
 
 import ctypes

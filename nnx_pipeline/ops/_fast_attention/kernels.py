@@ -8,12 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_platform
-from nnx_pipeline.ops._attention import (
-    Options,
-    dot_product_attention,
-    in_groups,
-    out_of_groups,
-)
+from nnx_pipeline.ops._attention import Options, dot_product_attention, in_groups, out_of_groups
 from nnx_pipeline.ops._fast_attention import cudnn, splash
 from nnx_pipeline.ops._fast_attention.chunked import Tiling, attend_by_tiles
 from nnx_pipeline.ops._per_device import differentiable

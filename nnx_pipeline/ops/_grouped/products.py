@@ -1,7 +1,4 @@
-"""Products of groups of rows with a kernel each: which implementation computes them where.
-
-Kernels written in Pallas are imported where they are used, because that takes a second.
-"""
+"""Products of groups of rows with a kernel each: which implementation computes them where."""
 
 import contextlib
 import functools

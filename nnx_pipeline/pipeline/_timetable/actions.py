@@ -3,8 +3,7 @@
 The form is that of PyTorch's pipelining: one row per rank, one column per step, and in a cell the
 number of a stage, a letter and the number of a microbatch, such as `2F0`; an empty cell is idle. F
 is a forward visit and B a backward visit, which may be split into I, the gradient of the input, and
-W, the gradient of the weights. Stages are counted through all repeats: with S ranks, rank r in
-repeat p is stage p · S + r.
+W, the gradient of the weights. With S ranks, rank r in repeat p is stage p · S + r.
 """
 
 import csv

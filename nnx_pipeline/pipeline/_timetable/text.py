@@ -1,6 +1,6 @@
 """Draws the timetable of a schedule as text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,39 +74,38 @@ class Timetable:
     """
 
     schedule: Schedule
-    most: int
+    most: int = 64
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        stage = len("stage ")
-        borders = 2 * max(0, len(phases(self.schedule)) - 1)
-        room = (options.max_width - stage - borders) // (self._cell_width() + 1)
-        # If ticks are left out, one column is needed for the dots in their place.
-        most = self.schedule.ticks if self.schedule.ticks <= room else max(2, room - 1)
-        yield self._table(min(most, self.most))
-
-    def _cell_width(self) -> int:
-        highest = ScheduledVisit(self.schedule.microbatches - 1, self.schedule.repeats - 1)
-        cells = (_label(self.schedule, lane, highest) for lane in lanes(self.schedule))
-        return max(len(str(self.schedule.ticks)), *(len(cell) for cell in cells))
-
-    def _table(self, most: int) -> Table:
-        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
-        table.add_column("stage", no_wrap=True)
-        columns = list(_with_borders(_shown(self.schedule.ticks, most), self.schedule))
-        for column in columns:
-            table.add_column(str(column), justify="right", no_wrap=True)
-        parts = phases(self.schedule)
+        schedule, parts, kinds = self.schedule, phases(self.schedule), lanes(self.schedule)
+        highest = ScheduledVisit(schedule.microbatches - 1, schedule.repeats - 1)
+        width = max(len(_label(schedule, lane, highest)) for lane in kinds)
+        borders = 2 * max(0, len(parts) - 1)
+        room = _room(options.max_width - len("stage ") - borders, schedule.ticks, width)
+        columns = list(_with_borders(_shown(schedule.ticks, min(room, self.most)), schedule))
+        table = _table("stage", columns)
         if parts:
             table.add_row("phase", *(_phase_of(column, parts) for column in columns))
-        for stage in range(self.schedule.stages):
-            for index, lane in enumerate(lanes(self.schedule)):
-                cells = [_cell(self.schedule, lane, column, stage) for column in columns]
+        for stage in range(schedule.stages):
+            for index, lane in enumerate(kinds):
+                cells = [_cell(schedule, lane, column, stage) for column in columns]
                 table.add_row("" if index else str(stage), *cells)
-        return table
+        yield table
 
 
-def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
-    return Timetable(schedule, most)
+def _room(width: int, steps: int, cell: int) -> int:
+    """How many steps fit, each in a column of at least so many letters."""
+    columns = width // (max(cell, len(str(steps))) + 1)
+    # If steps are left out, one column is needed for the dots in their place.
+    return steps if steps <= columns else max(2, columns - 1)
+
+
+def _table(first: str, columns: Sequence[int | str]) -> Table:
+    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(str(column), justify="right", no_wrap=True)
+    return table
 
 
 def legend(schedule: Schedule) -> str:
@@ -141,16 +140,11 @@ class ActionsTable:
     actions: Actions
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        steps, width = self.actions.steps, options.max_width - len("rank ")
         # All stages have all microbatches, and so the longest numbers meet in a cell.
         longest = f"{self.actions.stages - 1}F{self.actions.microbatches - 1}"
-        width = max(len(str(self.actions.steps)), len(longest))
-        room = (options.max_width - len("rank ")) // (width + 1)
-        most = self.actions.steps if self.actions.steps <= room else max(2, room - 1)
-        columns = _shown(self.actions.steps, most)
-        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
-        table.add_column("rank", no_wrap=True)
-        for column in columns:
-            table.add_column(str(column), justify="right", no_wrap=True)
+        columns = _shown(steps, _room(width, steps, len(longest)))
+        table = _table("rank", columns)
         for rank in range(self.actions.ranks):
             table.add_row(str(rank), *(self._cell(rank, column) for column in columns))
         yield table

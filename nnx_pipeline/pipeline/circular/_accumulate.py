@@ -1,9 +1,8 @@
 """The circular loop with a hand-written derivative, which adds up gradients tick by tick.
 
-The forward pass saves, for each tick, what the `jax.checkpoint` around the visits saves. The
-backward pass walks the ticks from the last to the first, differentiates one visit of all stages at
-a time, and adds the gradient of each stage's weights in place to the repeat that they belong to. So
-there is one gradient buffer per parameter, and nothing else of the size of all parameters.
+The backward pass differentiates one visit of all stages at a time, from what the forward pass saved
+of its tick, and adds the gradients in place. So there is one gradient buffer per parameter, and
+nothing else of the size of all parameters.
 """
 
 import dataclasses
@@ -18,11 +17,7 @@ from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline._exchange import slot
-from nnx_pipeline.pipeline.circular._backward import (
-    Others,
-    TwoWayTick,
-    WholeLoop,
-)
+from nnx_pipeline.pipeline.circular._backward import Others, TwoWayTick, WholeLoop
 from nnx_pipeline.pipeline.circular._prefetch import PrefetchLoop
 from nnx_pipeline.pipeline.circular._tick import CircularLoop
 from nnx_pipeline.pipeline.options import Accumulation

@@ -1,8 +1,4 @@
-"""What the loss of a loop is multiplied by, so that small gradients in float16 are not lost.
-
-A loop that computes gradients along with the loss does so before a loss scale multiplies it; by
-then gradients in float16 have vanished.
-"""
+"""What the loss is multiplied by in a loop, so that small gradients in float16 are not lost."""
 
 import functools
 import math

@@ -146,12 +146,7 @@ class OneForwardOneBackwardLoop:
         return objective(state.loss, metrics, self.tick.metric_weights)
 
     def _start(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        given: tuple[PyTree, PhasePlan],
-        *,
-        keep: bool,
+        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
     ) -> tuple[LoopState, Any]:
         """The state before the first tick, and the tree structure of what a visit keeps."""
 

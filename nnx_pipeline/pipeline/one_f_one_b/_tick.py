@@ -87,11 +87,7 @@ class OneForwardOneBackwardTick:
         return state
 
     def _forward(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        now: PhasePlan,
-        state: LoopState,
+        self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> LoopState:
         entering = self.entering(weights, inputs, now)
         arrived = jax.tree.map(
@@ -117,11 +113,7 @@ class OneForwardOneBackwardTick:
         )
 
     def _leave(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        now: PhasePlan,
-        state: LoopState,
+        self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> tuple[LoopState, PyTree]:
         """On all devices, adds the loss of the microbatch that leaves; gives its cotangent."""
 
@@ -220,12 +212,7 @@ class OneForwardOneBackwardTick:
         return exchange.where(turns, exchange.to_stages(d_output, stages), arrived)
 
     def _return(
-        self,
-        end: Any,
-        inputs: Inputs,
-        now: PhasePlan,
-        gradients: PyTree,
-        d_x: PyTree,
+        self, end: Any, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
     ) -> PyTree:
         """Adds `enter`'s gradients for the microbatch whose last backward visit this was."""
         row = row_of(inputs.enter, now.returning)

@@ -95,11 +95,7 @@ def run_one_f_one_b(
 
     def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
         tick = OneForwardOneBackwardTick(
-            HoistedFunctions(*functions),
-            schedule,
-            metric_weights,
-            options.shift_by,
-            how,
+            HoistedFunctions(*functions), schedule, metric_weights, options.shift_by, how
         )
         return OneForwardOneBackwardLoop(tick, options.bubble_fill, options.cast_at_use)
 

@@ -1,7 +1,6 @@
 """Turns the arrays that the functions of a pipeline close over into an explicit argument.
 
-A loop over ticks must know them: no tick changes them, so that none needs a copy of its own, and
-each has a gradient, which is summed over the ticks like a parameter's.
+No tick needs a copy of them, and each has a gradient, which is summed over the ticks.
 """
 
 from collections.abc import Callable, Sequence

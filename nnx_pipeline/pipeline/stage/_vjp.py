@@ -1,7 +1,4 @@
-"""The forward and the backward pass of a visit as two functions, with residuals as arrays.
-
-So a loop can store the residuals in a buffer of its own, or pass them to another loop.
-"""
+"""The forward and the backward pass of a visit as two functions, with residuals as arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

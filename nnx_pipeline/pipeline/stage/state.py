@@ -1,8 +1,7 @@
 """State of the layers that is no parameter: each visit reads it, and may write it anew.
 
-Running statistics and the counters of random numbers are such state. A stage leaves it as a loop
-over microbatches would: the visit of one microbatch reads what the one before it wrote, or, of what
-is `PerMicrobatch`, what was there of this microbatch. State has no gradient.
+The visit of one microbatch reads what the one before it wrote, or, of what is `PerMicrobatch`, what
+was there of this microbatch. State has no gradient.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The three kinds of variables of a layer: parameters, state that visits write, and the rest.
 
-A parameter (`nnx.Param`) has a gradient. State is of the types `STATE`: each visit reads what the
-same layer left a microbatch before, or for a cache what it left of the same microbatch. Every other
-variable is read alone, such as a table or a weight that is not trained; the loops treat it as a
+The rest is read alone, such as a table or a weight that is not trained; the loops treat it as a
 parameter without a gradient.
 """
 
