@@ -154,9 +154,8 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
     """As `jnp.where` on every leaf; the condition may be `[stages]` for leaves `[stages, …]`."""
 
     def pick(a: Array, b: Array) -> Array:
-        return jnp.where(
-            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
-        )
+        wide = condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim))
+        return jnp.where(wide, a, b)
 
     return jax.tree.map(pick, one, other)
 

@@ -80,11 +80,11 @@ def make_layers(
         _made(make_layer, keys[np.minimum(stack.numbers(kind), stack.layers - 1)], layout)
         for kind, make_layer in enumerate(kinds)
     ]
-
-    def of_microbatches(variable: Any) -> Any:
-        return _repeated(variable, microbatches) if is_per_microbatch(variable) else variable
-
-    made = jax.tree.map(of_microbatches, made, is_leaf=is_per_microbatch)
+    made = jax.tree.map(
+        lambda leaf: _repeated(leaf, microbatches) if is_per_microbatch(leaf) else leaf,
+        made,
+        is_leaf=is_per_microbatch,
+    )
     return made[0] if stack.kinds == 1 else nnx.List(made)
 
 

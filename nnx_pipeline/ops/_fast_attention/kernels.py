@@ -49,10 +49,7 @@ def chunked_attention(
     tile.
     """
     tiling = Tiling(options.window, options.block or TILE, options.soft_cap)
-
-    def kernel(*arrays: Array) -> Array:
-        return attend_by_tiles(tiling, *arrays)
-
+    kernel = functools.partial(attend_by_tiles, tiling)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return _on_devices(kernel, (query, key, value, segment_ids), grouped)
 

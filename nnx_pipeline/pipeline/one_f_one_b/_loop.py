@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline import _exchange as exchange
+from nnx_pipeline.pipeline._exchange import empty_host_ring, from_stage, to_stages
 from nnx_pipeline.pipeline.contract import Inputs, Weights
-from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
+from nnx_pipeline.pipeline.metrics import Metric, identity, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import (
     NOTHING,
     LoopState,
@@ -73,7 +73,7 @@ class OneForwardOneBackwardLoop:
                 gradients = only(self.tick.needed._replace(stages=None), gradients)
             # What the stage function closes over is the same on every stage, but its gradient is
             # not: each stage adds up its own, and these are summed over stages once, at the end.
-            each = exchange.to_stages(gradients.captured, schedule.stages)
+            each = to_stages(gradients.captured, schedule.stages)
             gradients = gradients._replace(stages=visit.zeros(stored.stages), captured=each)
             state = state._replace(
                 gradients=gradients,
@@ -104,7 +104,7 @@ class OneForwardOneBackwardLoop:
             lambda needed, leaf: jnp.zeros_like(leaf) if needed else None, self.needed, inputs
         )
         # Each stage adds up what its layers read, and these are summed over stages at the end.
-        return zeros._replace(side=exchange.to_stages(zeros.side, self.tick.schedule.stages))
+        return zeros._replace(side=to_stages(zeros.side, self.tick.schedule.stages))
 
     def _scan(
         self,
@@ -127,18 +127,22 @@ class OneForwardOneBackwardLoop:
         def call(weights: Weights, inputs: Inputs, layers: PyTree) -> Array:
             stages = self._readable(weights.stages)
             all_weights = LoopWeights.of(weights._replace(stages=stages))
-            now = jax.tree.map(lambda leaf: leaf[0], one_f_one_b_plan(tick.schedule))
-            x = tick.entering(all_weights, inputs, now)
-            moving = x, take(layers, tick.visits_at(now))
-            ((y, _), _), _ = tick.visit.run(
-                tick.reads(all_weights, inputs, now), moving, keep=False
-            )
-            row = row_of(inputs.leave, now.leaving)
-            return tick.leaving(
-                all_weights.leave, exchange.from_stage(y, tick.schedule.stages - 1), row
-            )
+            plan = one_f_one_b_plan(tick.schedule)
+            _, ((y, _), _), _ = self._first_visit(all_weights, inputs, (layers, plan), keep=False)
+            row = row_of(inputs.leave, plan.leaving[0])
+            output = from_stage(y, tick.schedule.stages - 1)
+            return tick.leaving(all_weights.leave, output, row)
 
         jax.eval_shape(call, weights, inputs, layers)
+
+    def _first_visit(
+        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
+    ) -> tuple[PyTree, Any, PyTree]:
+        layers, plan = given
+        now = jax.tree.map(lambda leaf: leaf[0], plan)
+        x = self.tick.entering(weights, inputs, now)
+        moving = x, take(layers, self.tick.visits_at(now))
+        return x, *self.tick.visit.run(self.tick.reads(weights, inputs, now), moving, keep=keep)
 
     def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss to minimise, and its two parts: the loss of `leave`, and the metrics."""
@@ -150,39 +154,30 @@ class OneForwardOneBackwardLoop:
     ) -> tuple[LoopState, Any]:
         """The state before the first tick, and the tree structure of what a visit keeps."""
 
-        def first_visit(
-            weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan]
-        ) -> Any:
-            layers, plan = given
-            now = jax.tree.map(lambda leaf: leaf[0], plan)
-            x = self.tick.entering(weights, inputs, now)
-            moving = x, take(layers, self.tick.visits_at(now))
-            reads = self.tick.reads(weights, inputs, now)
-            (_, metrics), residuals = self.tick.visit.run(reads, moving, keep=keep)
+        def first_visit(*args: Any) -> Any:
+            x, (_, metrics), residuals = self._first_visit(*args, keep=keep)
             return x, metrics, residuals, _on_host(residuals)
+
+        def no_metric(metric: Metric) -> Metric:
+            return type(metric)(empty_ring(metric.value, None, identity(metric)))
 
         x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         residuals, tree = jax.tree.flatten(residuals)
-        nothing = jax.tree.map(lambda leaf: exchange.empty_ring(leaf, None, self.bubble_fill), x)
-        slots = self.tick.schedule.ring_slots
+        slots, fill, empty_ring = (
+            self.tick.schedule.ring_slots,
+            self.bubble_fill,
+            empty_ring,
+        )
         return LoopState(
-            outputs=nothing,
+            outputs=jax.tree.map(lambda leaf: empty_ring(leaf, None, fill), x),
             d_inputs=None,
             ring=[
-                (exchange.empty_host_ring if host else exchange.empty_ring)(
-                    leaf, slots, self.bubble_fill
-                )
+                (empty_host_ring if host else empty_ring)(leaf, slots, fill)
                 for leaf, host in zip(residuals, on_host.marks, strict=True)
             ],
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
-            metrics=jax.tree.map(
-                lambda metric: type(metric)(
-                    exchange.empty_ring(metric.value, None, identity(metric))
-                ),
-                metrics,
-                is_leaf=is_metric,
-            ),
+            metrics=jax.tree.map(no_metric, metrics, is_leaf=is_metric),
             layers=given[0],
             of_inputs=NOTHING,
         ), tree

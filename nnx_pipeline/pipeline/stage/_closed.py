@@ -63,10 +63,7 @@ def hoist(
 
 
 def _with_closed(function: Function, program: _Program) -> Function:
-    def apply(captured: list[Array], *arguments: PyTree) -> Any:
-        return program(captured, arguments) if captured else function(*arguments)
-
-    return apply
+    return lambda captured, *given: program(captured, given) if captured else function(*given)
 
 
 def _on_mesh(leaf: Array) -> Array:

@@ -36,12 +36,11 @@ def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> t
     out, linear = jax.linearize(function, again, x)
     # A residual that is an array of `again` itself is found by its identity.
     places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
-
-    def store(leaf: Array) -> Array | _ResupplyArg:
-        return _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf
-
+    stored = jax.tree.map(
+        lambda leaf: _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf, linear
+    )
     types, tree = jax.tree.flatten(jax.eval_shape(lambda x: x, x))
-    return out, (jax.tree.map(store, linear), _Types(tuple(types), tree))
+    return out, (stored, _Types(tuple(types), tree))
 
 
 def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
@@ -85,11 +84,7 @@ def argument_of(residuals: PyTree) -> PyTree:
 
 def none_for_integers(cotangents: PyTree) -> PyTree:
     """The cotangents with None in the place of float0 arrays, which stand for integers."""
-
-    def one(leaf: Any) -> Array | None:
-        return None if leaf.dtype == jax.dtypes.float0 else leaf
-
-    return jax.tree.map(one, cotangents)
+    return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, cotangents)
 
 
 def _with_nones(tree: PyTree) -> list[Any]:
@@ -112,11 +107,12 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:
     """Adds gradients in the dtype of the totals; where a total is None the gradient is dropped."""
-
-    def one(total: Array | None, gradient: Any) -> Array | None:
-        return None if total is None else total + gradient.astype(total.dtype)
-
-    return jax.tree.map(one, totals, gradients, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(
+        lambda total, new: None if total is None else total + new.astype(total.dtype),
+        totals,
+        gradients,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def only(needed: PyTree, totals: PyTree) -> PyTree:
@@ -126,11 +122,11 @@ def only(needed: PyTree, totals: PyTree) -> PyTree:
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
     """As `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers."""
-
-    def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
-        return _none_of(primal) if gradient is None else gradient.astype(primal.dtype)
-
-    return jax.tree.map(one, primals, gradients)
+    return jax.tree.map(
+        lambda primal, new: _none_of(primal) if new is None else new.astype(primal.dtype),
+        primals,
+        gradients,
+    )
 
 
 def no_gradient(primals: PyTree) -> PyTree:

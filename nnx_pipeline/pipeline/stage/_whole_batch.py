@@ -76,10 +76,9 @@ def in_order(tree: PyTree, stack: Stack) -> PyTree:
     """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
 
     # Padding is left out, but for the last layers of some kinds where the last is of another.
-    def one(leaf: Array) -> Array:
-        return leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:])
-
-    tree = jax.tree.map(one, tree)
+    tree = jax.tree.map(
+        lambda leaf: leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:]), tree
+    )
     if not stack.padding:
         return tree
     count = -(-stack.layers // stack.kinds)

@@ -4,6 +4,7 @@ The visit of one microbatch reads what the one before it wrote, or, of what is `
 was there of this microbatch. State has no gradient.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,13 @@ class PerMicrobatch:
     value: PyTree
 
 
+def _is_own(leaf: Any) -> bool:
+    return isinstance(leaf, PerMicrobatch)
+
+
+_map = functools.partial(jax.tree.map, is_leaf=_is_own)
+
+
 class At(NamedTuple):
     """Which visit each stage makes at a tick, `[stages]` each, sharded over `stage`."""
 
@@ -67,19 +75,15 @@ class LayerStates(NamedTuple):
 
     def of_visit(self) -> PyTree:
         """A tree like the state of one visit, with other arrays."""
-        return jax.tree.map(_value, self.now, is_leaf=_is_own)
+        return _map(lambda leaf: leaf.value if _is_own(leaf) else leaf, self.now)
 
     def given_out(self, microbatches: int) -> PyTree:
         """The state after the loop, as `hold_state` was given it."""
 
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, PerMicrobatch):
-                return leaf
-            return jax.tree.map(
-                lambda x: jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2), leaf
-            )
+        def by_repeat(x: Array) -> Array:
+            return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2)
 
-        return jax.tree.map(one, self.now, is_leaf=_is_own)
+        return _map(lambda leaf: jax.tree.map(by_repeat, leaf) if _is_own(leaf) else leaf, self.now)
 
 
 def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
@@ -93,14 +97,8 @@ def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
             )
         return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
 
-    def one(leaf: Any) -> Any:
-        return jax.tree.map(as_rows, leaf) if isinstance(leaf, PerMicrobatch) else leaf
-
-    def shared(leaf: Any) -> Any:
-        return None if isinstance(leaf, PerMicrobatch) else leaf
-
-    now = jax.tree.map(one, state, is_leaf=_is_own)
-    return LayerStates(now, jax.tree.map(shared, state, is_leaf=_is_own))
+    now = _map(lambda leaf: jax.tree.map(as_rows, leaf) if _is_own(leaf) else leaf, state)
+    return LayerStates(now, _map(lambda leaf: None if _is_own(leaf) else leaf, state))
 
 
 def take(state: LayerStates, at: At) -> PyTree:
@@ -115,7 +113,7 @@ def take(state: LayerStates, at: At) -> PyTree:
             return select_repeat(now.value, at.row)
         return where(at.active, select_repeat(now, at.repeat), select_repeat(first, at.repeat))
 
-    return jax.tree.map(one, state.now, state.first, is_leaf=_is_own)
+    return _map(one, state.now, state.first)
 
 
 def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
@@ -134,15 +132,7 @@ def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
             return PerMicrobatch(written(now.value, at.row, new))
         return written(now, at.repeat, new)
 
-    return state._replace(now=jax.tree.map(one, state.now, new, is_leaf=_is_own))
-
-
-def _is_own(leaf: Any) -> bool:
-    return isinstance(leaf, PerMicrobatch)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, PerMicrobatch) else leaf
+    return state._replace(now=_map(one, state.now, new))
 
 
 def without_gradient(tree: PyTree) -> PyTree:

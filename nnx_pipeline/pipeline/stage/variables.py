@@ -62,8 +62,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
     order of its variables; that of a cache, and what is averaged over microbatches, is
     `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
     """
-    variables = _variables(layers)
-    if all(isinstance(variable, nnx.Param) for variable in variables):
+    if _only_params(layers):
         return layers
 
     def one(variable: Any) -> Any:
@@ -79,14 +78,14 @@ def split_state(layers: Any, microbatches: int) -> Any:
             return PerMicrobatch(jnp.repeat(own[:, :, None], microbatches, axis=2))
         return own
 
-    state = [value(variable) for variable in variables if is_state(variable)]
+    state = list(map(value, _states(layers)))
     without = jax.tree.map(one, layers, is_leaf=_is_variable)
     return WithState(without, state) if state else without
 
 
 def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
     """The inverse of `split_state`, for a stack or one layer; None leaves a state empty."""
-    if all(isinstance(variable, nnx.Param) for variable in _variables(layers)):
+    if _only_params(layers):
         return layers
     values = iter(state)
 
@@ -101,13 +100,12 @@ def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
 def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
     """The state of layers of several kinds, for each kind."""
     values = iter(state or [])
-    counts = [sum(map(is_state, _variables(layer))) for layer in kinds]
-    return [list(itertools.islice(values, count)) for count in counts]
+    return [list(itertools.islice(values, len(_states(layer)))) for layer in kinds]
 
 
 def state_after(layer: Any, before: list[Array]) -> list[Array]:
     """The state that a call left in a layer, placed as it was before."""
-    after = [variable.get_value() for variable in _variables(layer) if is_state(variable)]
+    after = [variable.get_value() for variable in _states(layer)]
     if not is_explicit() or len(after) != len(before):
         return after
     return [
@@ -118,8 +116,7 @@ def state_after(layer: Any, before: list[Array]) -> list[Array]:
 
 def write_state(layers: Any, state: list[Any]) -> None:
     """Sets the state of stacked layers, as `split_state` gives it."""
-    variables = [variable for variable in _variables(layers) if is_state(variable)]
-    for variable, value in zip(variables, state, strict=True):
+    for variable, value in zip(_states(layers), state, strict=True):
         if is_per_microbatch(variable):
             value = jnp.moveaxis(value.value, 2, 3)
         elif is_averaged(variable):
@@ -127,9 +124,13 @@ def write_state(layers: Any, state: list[Any]) -> None:
         variable.set_value(value)
 
 
-def _variables(tree: Any) -> list[nnx.Variable[Any]]:
+def _states(tree: Any) -> list[nnx.Variable[Any]]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_variable) if is_state(leaf)]
+
+
+def _only_params(tree: Any) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+    return all(isinstance(leaf, nnx.Param) for leaf in leaves if _is_variable(leaf))
 
 
 def _is_variable(leaf: Any) -> bool:
