@@ -18,10 +18,7 @@ MASKED_HALF = -0.7 * float(jnp.finfo(jnp.float16).max)
 
 
 class TokenSpan(NamedTuple):
-    """`size` consecutive tokens of a sequence from the place `start` on.
-
-    `segments` are None where each row is one segment.
-    """
+    """`size` tokens of a sequence from place `start` on; without segments each row is one."""
 
     start: int | Int[Array, ""]
     size: int
@@ -66,20 +63,13 @@ def _places(span: TokenSpan, counted: Array) -> Array:
 
 @dataclass(frozen=True)
 class Options:
-    """How attention is computed, for all kinds of attention.
+    """How attention is computed, for all kinds of attention."""
 
-    - `scale`: multiplies the scores.
-    - `window`: see `allowed`.
-    - `block`: how many tokens are computed at a time; None for what the kind finds best.
-    - `soft_cap`: the bound of the scores; None for no bound.
-    - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
-    """
-
-    scale: float = 1.0
-    window: int | None = None
-    block: int | None = None
-    soft_cap: float | None = None
-    interpret: bool = False
+    scale: float = 1.0  # multiplies the scores
+    window: int | None = None  # see `allowed`
+    block: int | None = None  # tokens at a time; None for what the kind finds best
+    soft_cap: float | None = None  # the bound of the scores
+    interpret: bool = False  # a kernel for TPUs, for tests where there is none
 
 
 def dot_product_attention(
@@ -122,9 +112,8 @@ def cached_attention(
 ) -> Float[Array, "batch 1 heads value_dim"]:
     """Attention of one new token of each sequence over the tokens before it and over itself.
 
-    Slot p of `key` and `value` belongs to the token at position p of its sequence. Slots after the
-    new token's may hold anything finite: they are not read. Of `options`, `scale`, `window` and
-    `soft_cap` count.
+    Slot p of `key` and `value` belongs to the token at position p. Slots after the new token's may
+    hold anything finite: they are not read.
     """
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     behind = positions[:, :, None] - jnp.arange(key.shape[1], dtype=jnp.int32)

@@ -19,13 +19,9 @@ from nnx_pipeline.sharding.layout import Layout, P
 class Slots(NamedTuple):
     """Which choice each slot of an expert holds, and in which slot each choice lies.
 
-    A choice is a token and one of the experts that the router has chosen for it. Choice c of a
-    sequence belongs to token c % seq and is the token's expert number c // seq, the best one being
-    number 0. A device has the slots `[experts, batch, capacity]`.
-
-    - `choices`: the choice of each slot; seq · chosen in an empty one.
-    - `places`: expert · capacity + slot of each choice; experts · capacity if it is dropped, and
-      one more if it is padding, for which no expert was chosen.
+    Choice c of a sequence belongs to token c % seq and is the token's expert number c // seq, the
+    best one being number 0. An empty slot has the choice seq · chosen. A choice has the place
+    expert · capacity + slot, or experts · capacity if it is dropped, and one more if it is padding.
     """
 
     choices: Int[Array, "batch experts capacity"]
@@ -133,22 +129,16 @@ def _filled(values: Array, positions: Array) -> Array:
 class CapacityExperts:
     """Σ over the choices that are kept of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
 
-    Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`;
-    `factor` is how much more than an even share that is. A choice after these is dropped: it adds
-    nothing, and the weights of the token's other choices stay as they are. The limit is one per
-    sequence, so that the choices that are dropped depend on the sequence alone: not on the mesh,
+    Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`.
+    A choice after these is dropped: it adds nothing, and the weights of the token's other choices
+    stay as they are. So the choices that are dropped depend on the sequence alone: not on the mesh,
     the schedule or the number of microbatches.
 
-    All shapes are fixed. A device copies the tokens of its sequences to the slots `[experts,
-    sequences, capacity, embed]`, and the products of the experts are one batched product.
-
-    Where experts are sharded over the mesh axis `expert`, each device sends every slot to the
-    device that has its expert, and gets the result back: an all-to-all each. Per layer and
-    microbatch a device has
-
-        slots = experts · capacity · sequences of a microbatch on the device
-
-    and its all-to-alls give, in bytes of the dtype of the tokens,
+    All shapes are fixed: the products of the experts are one batched product of the slots
+    `[experts, sequences, capacity, embed]`. Where experts are sharded over the mesh axis `expert`,
+    each device sends every slot to the device that has its expert, and gets the result back. With
+    slots = experts · capacity · sequences of a microbatch on the device, its all-to-alls give, per
+    layer and microbatch, in bytes of the dtype of the tokens,
 
         forward:    slots · (2 · embed + 1)    tokens, results; weights
         backward:   slots · (2 · embed + 1)    cotangents of tokens, of results, of weights
@@ -181,8 +171,8 @@ class CapacityExperts:
 class _OnDevice(OnDevices):
     """What a device computes for its own experts, and what it exchanges with others.
 
-    Rows of the experts of a device are `[devices, experts of a device, rows, …]`; the rows are the
-    slots of all devices that share the experts. An expert takes `capacity` choices of a sequence.
+    Rows of the experts of a device are `[devices, experts of a device, rows, …]`: the slots of all
+    devices that share the experts.
     """
 
     capacity: int

@@ -36,8 +36,8 @@ def embed(
 ) -> Float[Array, "*batch seq embed"]:
     """The embedding of each token in `dtype`, unscaled.
 
-    The table is sharded by ("vocab", "embed_of_vocab"), and the tokens as `out`, the sharding of
-    the result, without its last axis; None leaves the result whole on every device.
+    The table is sharded by ("vocab", "embed_of_vocab"), the result by `out`, or whole, as the
+    tokens are.
     """
     out = P(*[None] * (tokens.ndim + 1)) if out is None else out
     one_hot = uses_one_hot(method, tokens.size, table.shape[0], dtype)

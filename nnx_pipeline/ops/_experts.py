@@ -62,19 +62,15 @@ WORTHWHILE_ON_CPU = 8e6
 class DenseExperts:
     """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, with all experts on all tokens.
 
-    combine_e is the router's weight of expert e for each token, 0 where it was not chosen. `group`
-    is how many experts of a device one product computes; None leaves it to `group_size`.
+    combine_e is the router's weight of expert e for each token, 0 where it was not chosen. A scan
+    runs over groups of `group` experts of a device, by default `group_size`: the weights of one
+    group are gathered at a time, and its hidden units exist at a time. So a small group saves
+    memory, and a large one time. The router's weight multiplies the hidden units, so that the
+    backward pass does not need the output of the down projection.
 
-    A scan runs over the groups. The weights of one group are gathered at a time, and its hidden
-    units exist at a time. So a small group saves memory, and a large one time: fewer and larger
-    products, and fewer collectives for the same bytes. The router's weight multiplies the hidden
-    units, so that the backward pass does not need the output of the down projection and does not
-    compute it again.
-
-    The sum over the experts of a group is part of its down projection. That over groups is made in
-    float32, and has two leading axes, over the mesh axes `expert` and `tensor` ("o" and "t" in the
-    einsums below). Each device sums its own part there, so that one reduction follows the scan
-    instead of one per group.
+    The sum over groups is made in float32, and has two leading axes, over the mesh axes `expert`
+    and `tensor` ("o" and "t" in the einsums below). Each device sums its own part there, so that
+    one reduction follows the scan instead of one per group.
     """
 
     group: int | None = None
@@ -84,12 +80,8 @@ class DenseExperts:
     ) -> Mixed:
         """Sends all tokens through all experts; the result is cast to x.dtype.
 
-        - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-        - `choice`: from `route`.
-        - `remat`: what to keep of each group for the backward pass; its hidden units have the names
-          `remat.HIDDEN`.
-
-        Raises InputError if the group does not divide the experts of a device.
+        `x` and the result are sharded by ("batch", None, None), and `choice` is from `route`.
+        `remat` says what to keep of each group; its hidden units have the names `remat.HIDDEN`.
         """
         # Each device along the mesh axis `expert` applies its own experts to all tokens, so here
         # the tokens are not sharded over that axis.
@@ -119,11 +111,7 @@ class DenseExperts:
 
 
 def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:
-    """The smallest group of experts whose product on a device has `WORTHWHILE` operations.
-
-    It divides the number of experts of a device, and is all of these if no group is enough. An
-    expert of a device computes `rows` tokens; `kernel` is the shape `[experts, embed, mlp]`.
-    """
+    """The smallest divisor of a device's experts whose product has `WORTHWHILE` operations."""
     experts, embed, mlp = kernel
     own = experts // layout.size("expert")
     operations = 2 * rows * embed * mlp // layout.size("mlp")
@@ -137,8 +125,8 @@ class ExpertProducts:
     """The three matrix products of a group of experts, and the sum over groups.
 
     In the shapes below, `owners` is the number of devices along the mesh axes of the experts,
-    `parts` the number of those along the axes of the hidden units, and `steps` the number of groups
-    of an owner, over which a scan runs. One product computes `group` experts of each owner.
+    `parts` of those along the axes of the hidden units, and `steps` the number of groups of an
+    owner, over which a scan runs.
     """
 
     layout: Layout
@@ -185,15 +173,10 @@ class ExpertProducts:
         return _project(self, hidden, down)
 
     def kernel_gradient(self, tokens: Array, hidden: Array) -> Array:
-        """The gradient of a kernel of one group, sharded as the kernel is stored.
-
-        It is made of `[…, batch, seq, embed]` and of `[owners, parts, batch, seq, group, mlp /
-        parts]`: either what the product read, and of the other the cotangent of its result.
-
-        The product is not sharded over embed from the start. Where it is, XLA for TPU (libtpu
-        0.0.42.1) cuts it into one per device, each of which waits for a neighbour: on 8 devices
-        without a pipeline this takes 0.87 ms, and the whole product 0.35.
-        """
+        """The gradient of a kernel of one group, sharded as the kernel is stored."""
+        # The product is not sharded over embed from the start. Where it is, XLA for TPU (libtpu
+        # 0.0.42.1) cuts it into one per device, each of which waits for a neighbour: on 8 devices
+        # without a pipeline this takes 0.87 ms, and the whole product 0.35.
         operands = [("bsd" if tokens.ndim == 3 else "otbsd", tokens), ("otbsef", hidden)]
         if ambient_platform() == "cpu":
             # `jnp.einsum` puts the free axes of its second operand first. With those of the hidden
@@ -214,11 +197,7 @@ class ExpertProducts:
         operands: tuple[Array, ...],
         dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> Array:
-        """Σ over the groups of all owners and parts, `[batch, seq, …]`.
-
-        `one_group` maps operands of one group to `[owners, parts, batch, seq, …]`; those of all
-        groups are `[steps, …]`.
-        """
+        """Σ over the groups, owners and parts, `[batch, seq, …]`; operands are `[steps, …]`."""
         steps = operands[0].shape[0]
         first = tuple(operand[0] for operand in operands)
         if steps == 1:  # a scan of one step would keep a copy of what it reads

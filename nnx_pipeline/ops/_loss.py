@@ -19,8 +19,6 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, reordered
 
 
 class Targets(NamedTuple):
-    """The token ids to predict, and the weight of each in the loss."""
-
     ids: Int[Array, "*batch seq"]
     weights: Float[Array, "*batch seq"]
 
@@ -29,17 +27,9 @@ _Results = TypeVar("_Results")
 
 
 class LossOptions(NamedTuple):
-    """How the loss is computed.
-
-    - `chunks`: number of pieces into which the sequence is cut.
-    - `soft_cap`: the bound of the logits; None for no bound.
-    - `columns`: the size of the vocabulary, where the kernel may have columns of zeros after those
-      of the vocabulary, which count in nothing; None for a kernel without such columns.
-    """
-
-    chunks: int
-    soft_cap: float | None = None
-    columns: int | None = None
+    chunks: int  # pieces into which the sequence is cut
+    soft_cap: float | None = None  # the bound of the logits
+    columns: int | None = None  # of the vocabulary, if zeros may follow them in the kernel
 
 
 @dataclass(frozen=True)
@@ -75,12 +65,10 @@ def chunked_cross_entropy(
 ) -> Float[Array, ""]:
     """Σ weights · (log Σ_v exp(logits_v) - logits_target), with logits = hidden · kernel.
 
-    - `hidden`: output of the last layer, sharded by `batch_axes`, its logical axes before the
-      sequence; its sequence and embed axes are whole on every device.
-    - `kernel`: of the head, sharded by ("embed_of_vocab", "vocab").
-    - `targets`: sharded as `hidden`; an id outside the vocabulary costs log Σ exp alone.
-
-    The product is computed in the dtype of `hidden`, everything after it in float32.
+    `hidden` and `targets` are sharded by `batch_axes`, the logical axes before the sequence;
+    sequence and embed are whole on every device. The kernel of the head is sharded by
+    ("embed_of_vocab", "vocab"). An id outside the vocabulary costs log Σ exp alone. The product is
+    computed in the dtype of `hidden`, everything after it in float32.
 
     The chunks are computed one after the other. Each device computes the logits of its own columns
     of the vocabulary, for the tokens of all devices that hold the other columns: a chunk of
@@ -89,14 +77,13 @@ def chunked_cross_entropy(
     (`_tokens_travel`). They are always exchanged over mesh axes that shard its rows because its
     columns do not split over them (`Layout.for_vocabulary`); for that it gets columns of zeros.
 
-    If the gradient is asked for, the forward pass computes it along with the loss (which is a
-    scalar, so that its gradient is known up to a factor), and no logits are computed twice. The
-    largest array kept is the float32 gradient of this device's columns. With hidden states in
-    float16 the weights are lifted for that (`lift_of`), so that gradients which the cotangent
-    brings into the range of float16 are not lost before.
+    If the gradient is asked for, the forward pass computes it along with the loss (a scalar, so
+    that its gradient is known up to a factor), and no logits are computed twice. The largest array
+    kept is the float32 gradient of this device's columns. With hidden states in float16 the weights
+    are lifted for that (`lift_of`).
 
-    Gradients have the shardings and dtypes of their arguments. Raises InputError when the gradient
-    with respect to the weights of the targets is asked for.
+    Gradients have the shardings and dtypes of their arguments; with respect to the weights of the
+    targets there is none.
     """
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
     columns = kernel.shape[1] if options.columns is None else options.columns
@@ -115,9 +102,9 @@ def lift_of(
 ) -> Float[Array, ""] | None:
     """The power of two that brings the largest weight of targets to between 1 and 2.
 
-    It is None for a dtype with the exponents of float32, which loses no small gradients. If
-    gradients are `summed` over all tokens in the dtype, it is less for weights that would have a
-    sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
+    It is None for a dtype with the exponents of float32. If gradients are `summed` over all tokens
+    in the dtype, it is less for weights with a sum above 4096 to 8192: such gradients of 2**18
+    tokens overflow float16.
     """
     if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
         return None
@@ -139,8 +126,7 @@ def hold_columns(
 
     Row shards that each turn would exchange for column shards are exchanged here, once; the
     gradients of all turns then add up in column shards, which are as large. A kernel that a turn
-    gathers is left as it is, because the loop would hold all of it. `hidden_shape` is of the hidden
-    states of one turn, `[*batch, seq, embed]`.
+    gathers is left as it is, because the loop would hold all of it.
     """
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
@@ -195,11 +181,10 @@ def _tokens_travel(
 ) -> bool:
     """Whether sending tokens along the mesh axes `rows` moves fewer bytes than sending the kernel.
 
-    `stored` shard the kernel's columns in any case, `rows` its rows, and `spread` the tokens.
-    Counted per row of the kernel, in units of the size of an activation. If tokens are sent, each
-    token of the devices that then share the columns arrives and its gradient leaves: 1 + 1. If the
-    kernel is sent, each column of this device's part arrives and its gradient leaves: 1 + 2,
-    because the latter is float32.
+    Counted per row of the kernel, in units of the size of an activation: each token of the devices
+    that then share the columns arrives and its gradient leaves, 1 + 1, or each column of this
+    device's part arrives and its gradient leaves, 1 + 2, because the latter is float32. `stored`
+    shard the columns in any case, and `spread` the tokens.
     """
     sizes = mesh_sizes()
 
@@ -326,9 +311,8 @@ def _chunk_loss(
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
     """The loss of one chunk on one device, and a function that gives what its gradient needs.
 
-    That are the gathered tokens `[tokens, embed]` and the gradient of their logits `[tokens,
-    columns]`, both in the dtype of `hidden`. The arguments `[tokens, …]` are not gathered over
-    `plan.shared` yet.
+    These are the gathered tokens `[tokens, embed]` and the gradient of their logits `[tokens,
+    columns]`, both in the dtype of `hidden`.
     """
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)

@@ -25,8 +25,8 @@ def gated_mlp(
 ) -> Float[Array, "batch seq embed"]:
     """(silu(x · gate) · (x · up)) · down, in the dtype of `x`.
 
-    `x` and the result are sharded by ("batch", None, None). The kernels, as they are stored, are
-    gathered over the axes of `embed` here.
+    `x` and the result are sharded by ("batch", None, None). Kernels are gathered over the axes of
+    `embed`.
     """
 
     def gathered(kernel: Array, *names: str) -> Array:

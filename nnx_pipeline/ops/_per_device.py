@@ -31,14 +31,10 @@ def per_device(
     """A function of whole arrays that calls `function` on each device with its own shards.
 
     `function` may use collectives over all axes of the mesh, and returns a tuple. Arguments are
-    moved to `in_specs`; a result that is a tuple of arrays has one spec for all of them. Along a
-    mesh axis that the spec does not name an argument is the same on all devices, and a result must
-    be so.
-
-    The result may be mapped by `jax.vmap` over an axis that is sharded over a mesh axis which the
-    specs do not name. Without a mesh it is `function` itself. It cannot be differentiated: give it
-    a derivative of its own, by `jax.custom_vjp`. Second derivatives then raise InputError,
-    `refusal`.
+    moved to `in_specs`; a result that is a tuple of arrays has one spec for all of them. The result
+    may be mapped by `jax.vmap` over an axis that is sharded over a mesh axis which the specs do not
+    name. It cannot be differentiated: give it a derivative of its own, by `jax.custom_vjp`. Second
+    derivatives then raise InputError, `refusal`.
     """
 
     def call(*args: Array) -> OfDevice:
@@ -129,12 +125,9 @@ def differentiable(
 ) -> Callable[..., Array]:
     """`per_device` of a function to one array that has a derivative: a kernel that brings its own.
 
-    JAX can differentiate it in reverse mode by its floating-point arguments. It sees no axis of a
-    map, as in `one_by_one`. `shards` are the mesh axes along which devices have different arguments
-    or results.
-
-    What the derivative of `function` keeps for its backward pass is known to JAX alone. Each device
-    hands it over as it is, as its own part of arrays with a leading axis of devices.
+    It sees no axis of a map, as in `one_by_one`. Along `shards` devices have different arguments or
+    results. What its derivative keeps is known to JAX alone. Each device hands it over as it is, as
+    its own part of arrays with a leading axis of devices.
     """
     on_devices = P(shards or None)
 

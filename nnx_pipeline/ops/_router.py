@@ -13,12 +13,11 @@ from nnx_pipeline.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen, and what weights they get.
+    """How `chosen` experts are chosen for a token, and what weights they get.
 
-    `chosen` experts are chosen for each token, from `groups_per_token` of `groups` groups of
-    consecutive experts. Their weights contain their bias if `weighs_bias`, are divided by their sum
-    if `normalize`, and are multiplied by `scale`. The score is `softmax` over all experts, or
-    `sigmoid` of each expert alone.
+    They are of `groups_per_token` of `groups` groups of consecutive experts. Weights contain the
+    bias if `weighs_bias`, and are divided by their sum if `normalize`. A `sigmoid` is of each
+    expert alone, a `softmax` over all.
     """
 
     chosen: int
@@ -49,17 +48,14 @@ def route(
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
     """The weights of the experts chosen for each token, and their numbers, the best one first.
 
-    A token goes to the experts with its largest scores, after the bias and within its best groups,
-    see `choose_experts`. The bias has no gradient, unless `routing.weighs_bias`: then the weights
-    are made of the same sums. Weights are computed in float32 and cast back to the dtype of the
-    logits:
+    A token goes to the experts with its largest scores, after the bias and within its best groups.
+    The bias has no gradient, unless `routing.weighs_bias`. Weights are computed in float32 and cast
+    back to the dtype of the logits:
 
-        softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
-                              all logits divided by the sum over the chosen ones (Qwen3-MoE with
+        softmax, normalized:  the softmax of the chosen logits (Mixtral, and Qwen3-MoE with
                               `norm_topk_prob`)
         softmax:              the softmax of all logits (Qwen3-MoE without it)
-        sigmoid:              the sigmoid of each logit, divided by the sum over the chosen ones
-                              if normalized (DeepSeek-V3)
+        sigmoid:              that of each logit, divided by their sum if normalized (DeepSeek-V3)
     """
     if bias is None and routing.groups == 1:  # the largest scores are those of the largest logits
         top, experts = jax.lax.top_k(logits, routing.chosen)
@@ -125,19 +121,14 @@ def not_padding(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "bat
 class Usage(NamedTuple):
     """How a router used its experts, as means over the tokens of one or several sequences.
 
-    - `numbers`: the means of four numbers per expert, see `expert_usage`. They are one array,
-      because a TPU takes more than a microsecond for each array that is averaged on its own, which
-      is longer than averaging takes.
-    - `share_dropped`: the share of the choices that no expert took; None if all were taken.
-    - `share_real`: the share of the tokens that are not padding; None if there is no padding.
-
     Padding has zeros in the first two, and its choices are not dropped. The properties are means
     over the other tokens, and 0 where there are none.
     """
 
-    numbers: Float[Array, "*sequences 4 experts"]
-    share_dropped: Float[Array, "*sequences"] | None = None
-    share_real: Float[Array, "*sequences"] | None = None
+    # One array, because a TPU takes more than a microsecond for each that is averaged on its own.
+    numbers: Float[Array, "*sequences 4 experts"]  # see `expert_usage`
+    share_dropped: Float[Array, "*sequences"] | None = None  # None if all choices were taken
+    share_real: Float[Array, "*sequences"] | None = None  # not padding; None if there is none
 
     def _of_real(self, means: Array) -> Array:
         """Means over the tokens that are not padding, of means over all tokens."""
@@ -219,21 +210,13 @@ def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
 
 
 class RouterMetrics(NamedTuple):
-    """What routers report, as float32 means over layers and microbatches; 0 without a router.
+    """What routers report, as float32 means over layers and microbatches; 0 without a router."""
 
-    - `load_balance`: `load_balance_loss` of each microbatch; it depends on their number.
-    - `z_loss`: the mean over tokens of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022).
-    - `dropped`: the share of the choices that no expert took.
-    - `entropy`: of the router's distribution over the experts, in nats; log(experts) at most.
-    - `load`: the share of the choices that each expert got, dropped ones included, `[experts]`;
-      empty without a router.
-    """
-
-    load_balance: Float[Array, ""]
-    z_loss: Float[Array, ""]
-    dropped: Float[Array, ""]
-    entropy: Float[Array, ""]
-    load: Float[Array, "experts"]
+    load_balance: Float[Array, ""]  # `load_balance_loss`, which depends on the microbatches
+    z_loss: Float[Array, ""]  # the mean of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022)
+    dropped: Float[Array, ""]  # the share of the choices that no expert took
+    entropy: Float[Array, ""]  # of a token's distribution, in nats; log(experts) at most
+    load: Float[Array, "experts"]  # each one's share of the choices; empty without a router
 
     @classmethod
     def unpacked(cls, metrics: Float[Array, "numbers"] | None) -> "RouterMetrics":

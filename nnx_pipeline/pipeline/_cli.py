@@ -160,7 +160,6 @@ def _show_plan(
 
 
 def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
-    """Shows a timetable that is read from a file."""
     from nnx_pipeline.lab._report.output import check_outputs, emit_json, show
     from nnx_pipeline.pipeline._timetable.actions import read_csv
     from nnx_pipeline.pipeline._timetable.text import ActionsTable, summary_of_actions

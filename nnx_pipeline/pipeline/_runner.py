@@ -42,19 +42,13 @@ class Runner:
     The layers that its methods take are one callable pytree of variables `[repeats, stages, layers
     per stage, …]` with `logical_axes`, as `make_layers` makes it, or a list of them, one for each
     kind. With ZeRO-1 they are `Zero1Layers`.
-
-    - `layout`: how activations are sharded, with an axis of copies where the layers run in copies.
-    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1 on
-      the ambient mesh, have been removed from its `zero1`.
-    - `at_once`: the caller sends all microbatches through the layers at once, on a mesh without
-      stages, even if there are several.
     """
 
     config: PipelineConfig
     stack: Stack
-    layout: Layout
-    weights: WeightOptions
-    at_once: bool = False
+    layout: Layout  # with an axis of copies where the layers run in copies
+    weights: WeightOptions  # `zero1` without mesh axes of size 1 and those beside the batch
+    at_once: bool = False  # the caller sends all microbatches through the layers at once
 
     @property
     def num_stages(self) -> int:

@@ -21,10 +21,7 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, with_layo
 
 @dataclass(frozen=True)
 class StackedLayers:
-    """The form in which a loop reads stacked layers, and how it gathers their weights.
-
-    The layers of a stage are separate arrays if they are `apart`, see `LayersInTurn.apart`.
-    """
+    """The form in which a loop reads layers, which may be `apart`, and gathers their weights."""
 
     config: PipelineConfig
     stack: Stack

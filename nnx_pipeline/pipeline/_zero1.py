@@ -18,11 +18,7 @@ from nnx_pipeline.sharding.layout import Layout, P, place
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class Zero1Layers:
-    """Stacked layers whose gradient is sharded by ZeRO-1, in the place of the layers.
-
-    `whole` are the layers as they are stored, without a gradient. `shards` are the same layers laid
-    out by `Layout.zero1`, with respect to which the gradient is.
-    """
+    """The layers as they are stored, and as `Layout.zero1` shards them, with the gradient."""
 
     whole: Any
     shards: Any
@@ -32,16 +28,15 @@ class Zero1Layers:
 class GradientShards:
     """Which shard of the gradient each device gets, for weights that are replicated along `over`.
 
-    `stored` and `sharded` are the specs of each array in tree order, as it is stored and sharded
-    over `over` too. Where both are equal, because the array has no axis to shard, an all-reduce
-    sums the gradient. `axis` is the position of the axis of copies; gradients are summed in
+    `stored` and `sharded` are the specs of each array in tree order, without and with `over`. Where
+    both are equal, because the array has no axis to shard, an all-reduce sums the gradient, in
     `dtype`.
 
-    The layers get weights with an axis of copies over these mesh axes, one copy per device, so that
-    each device's gradient is its own until it is summed. The gradient is taken with respect to a
-    second argument, which holds the same weights with every array also sharded over `over`; so one
-    reduce-scatter makes it. With respect to the whole weights it would be an all-reduce with twice
-    the traffic, and XLA keeps that even if only a part of the result is read afterwards.
+    The layers get weights with an axis of copies (`axis`), one copy per device, so that each
+    device's gradient is its own until it is summed. The gradient is taken with respect to a second
+    argument, the same weights sharded over `over` too; so one reduce-scatter makes it. With respect
+    to the whole weights it would be an all-reduce with twice the traffic, and XLA keeps that even
+    if only a part of the result is read afterwards.
     """
 
     stored: tuple[P, ...]

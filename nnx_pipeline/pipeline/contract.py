@@ -75,7 +75,6 @@ class Inputs(NamedTuple):
 
 
 def check_loss(ends: Any, inputs: Any, schedule: str) -> None:
-    """Raises InputError for arguments of other types, or another schedule."""
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
         found = type(ends).__name__
         raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")

@@ -194,7 +194,6 @@ def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
 
 
 def _check_axes(layer: nnx.Module, layout: Layout) -> None:
-    """Raises InputError if a variable of one layer cannot be sharded as its metadata says."""
     variables = jax.tree_util.tree_leaves_with_path(
         layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )

@@ -135,14 +135,10 @@ def over_kinds(
     counts: Sequence[float],
     copies: int | None = None,
 ) -> PyTree:
-    """Combines the metrics of layers of several kinds, of which some may be padding.
+    """Combines the metrics of layers of several kinds; a kind without metrics takes no part.
 
-    A kind without metrics takes no part. The metrics of all other kinds must be alike.
-
-    - `found`: the metrics of each kind, as for `over_layers`.
-    - `real`: for each kind bool `[layers]`, False where a layer is padding, with an axis of copies
-      as the metrics have it; None without padding.
-    - `counts`: how many layers of each kind there are in a call, in the mean over all calls.
+    `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
+    `counts` are the layers of each kind in a call, in the mean over all calls.
     """
     if len(found) == 1 and real[0] is None:
         return over_layers(found[0], copies=copies)

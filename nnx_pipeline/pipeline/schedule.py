@@ -43,14 +43,13 @@ class Visits(NamedTuple):
 class CircularSchedule:
     """The circular schedule: every microbatch passes all S stages, R times over.
 
-    - `stages`: their number S.
-    - `microbatches`: their number M.
+    - `stages`, `microbatches`: their numbers S and M.
     - `repeats`: how often a microbatch passes all stages, R; with 1 it is the plain pipeline.
     - `delay`: ticks until the output of a stage reaches the next one, 1 or 2. With 2 the transfer
       of one tick overlaps with the work of the next.
 
     At tick t stage s is at its own time t - delay · s. At time k it works on microbatch k mod M in
-    repeat k // M: all M microbatches of a repeat follow each other without a gap, and the pipeline
+    repeat k // M: the M microbatches of a repeat follow each other without a gap, and the pipeline
     fills and drains once. That takes M · R + delay · (S - 1) ticks, of which the second term is a
     bubble on every stage.
 
@@ -133,19 +132,19 @@ class OneForwardOneBackward:
     - `stages`, `microbatches`: their numbers S and M.
     - `repeats`: how often a microbatch passes all stages, R; with 2 or more it is interleaved 1F1B.
 
-    A group of S microbatches goes through all repeats before the next group enters, so that the
-    first stage takes the output of the last one as soon as it arrives. At tick t stage s makes its
-    forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted from 0. So the
-    last stage makes both visits of a microbatch in one tick, and outputs and cotangents travel one
-    stage per tick. Backward visits go through the repeats from the last to the first.
+    A group of S microbatches goes through all repeats before the next group enters. At tick t stage
+    s makes its forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted
+    from 0. So the last stage makes both visits of a microbatch in one tick, and outputs and
+    cotangents travel one stage per tick. Backward visits go through the repeats from the last to
+    the first.
 
     A stage stores the residuals of a forward visit for 2 · (S · (R - repeat) - s) - 1 ticks,
-    counting the ticks of both visits. So the first stage stores the most, those of
-    S · (R + 1) - 1 visits, however many microbatches there are; see `slots`.
+    counting the ticks of both visits. So the first stage stores the most, those of S · (R + 1) - 1
+    visits, however many microbatches there are; see `slots`.
 
-    The loop takes M · R + S · (R + 1) - 2 ticks. The first S · R - 1 have no backward visits, and
-    the last S · R - 1 no forward visits. So in each direction a stage spends the time of
-    M · R + S - 1 visits, of which S - 1 are a bubble, as with the circular schedule.
+    The loop takes M · R + S · (R + 1) - 2 ticks, the first S · R - 1 without backward visits, and
+    as many at the end without forward visits. So in each direction a stage spends the time of M · R
+    + S - 1 visits, of which S - 1 are a bubble.
 
     Raises InputError unless the microbatches are a multiple of the stages.
     """
@@ -295,11 +294,7 @@ SCHEDULE_NAMES = ("circular", "1f1b")
 def make_schedule(
     name: str, *, stages: int, microbatches: int, repeats: int = 1, delay: int = 1
 ) -> Schedule:
-    """Makes the schedule called `name`.
-
-    - `name`: one of `SCHEDULE_NAMES`.
-    - `stages`, `microbatches`, `repeats`, `delay`: as for `CircularSchedule`; 1F1B needs a delay
-      of 1.
+    """Makes the schedule called `name`, one of `SCHEDULE_NAMES`; 1F1B needs a delay of 1.
 
     Raises InputError for an unknown name and for numbers that do not fit the schedule.
     """

@@ -29,10 +29,8 @@ class Visit:
     """The visits of all stages at one tick.
 
     `apply` takes (`Reads`, moving) to (moving, metrics), where moving is activations and the state
-    of the layers. If `by_stage`, it is for one stage, and each stage has residuals of its own,
-    `[stages, …]`; else it is for all stages. `needed` says whether the gradient of each parameter
-    is asked for; None for all of them. Gradients add up in `grad_dtype`, or in that of the
-    parameters.
+    of the layers; if `by_stage`, of one stage, with residuals of its own. `needed` says whether the
+    gradient of each parameter is asked for; None for all of them.
     """
 
     apply: Callable[[Reads, Moving], tuple[Moving, PyTree]]

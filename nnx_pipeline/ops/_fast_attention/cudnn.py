@@ -80,7 +80,6 @@ def check_cudnn(
 
 
 def _is_installed() -> bool:
-    """Whether the wheel is there, or the loader of the system finds the library."""
     try:
         if importlib.util.find_spec("nvidia.cudnn") is not None:
             return True

@@ -43,11 +43,7 @@ def chunked_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """`dot_product_attention` in memory that is linear in the sequence, on every platform.
-
-    A tile of scores has `options.block` queries and keys, or `TILE`; the mask is computed tile by
-    tile.
-    """
+    """`dot_product_attention` in memory linear in the sequence, for tiles of `block` tokens."""
     tiling = Tiling(options.window, options.block or TILE, options.soft_cap)
     kernel = functools.partial(attend_by_tiles, tiling)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
@@ -95,7 +91,6 @@ def auto_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """The kind of attention that `chosen` names for these arrays."""
     kind = chosen("auto", query.shape[1], query.dtype)
     return KERNELS[kind](query, key, value, segment_ids, grouped=grouped, options=options)
 
@@ -110,7 +105,6 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_platform(kind: str, platform: str) -> None:
-    """Raises InputError for a kind of attention that a platform has no kernel for."""
     if kind == "flash" and platform not in ("tpu", "gpu"):
         raise InputError(
             "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
@@ -119,7 +113,6 @@ def check_platform(kind: str, platform: str) -> None:
 
 
 def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
-    """The kind of attention that is computed on the ambient platform."""
     if kind != "auto":
         return kind
     if ambient_platform() == "tpu" and splash.Splash.obstacle(length, dtype) is None:

@@ -20,11 +20,7 @@ _PRODUCTS = {"splash_mqa_fwd": (1, 1), "splash_mqa_dkv": (2, 2), "splash_mqa_dq"
 
 @dataclass(frozen=True)
 class Splash:
-    """Splash attention; the kernel computes the mask, causal or of a sliding window.
-
-    It leaves tiles out in which no query may read a key, and reads grouped keys and values without
-    repeating them. `interpret` is for tests where there is no TPU.
-    """
+    """Splash attention, without tiles in which no query may read a key."""
 
     window: int | None = None
     cap: float | None = None
@@ -78,11 +74,8 @@ class Splash:
         value: Float[Array, "batch seq kv_heads value_dim"],
         *rest: Array,
     ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
-        """softmax(query · keyᵀ, masked) · value of scaled queries, with a derivative of its own.
-
-        `rest` are the arrays of `masks`, before them int32[batch, seq] segment ids, if there are
-        any: a query reads keys of its own segment.
-        """
+        """softmax(query · keyᵀ, masked) · value of scaled queries, with a derivative of its own."""
+        # `rest` are segment ids, if there are any, and the arrays of `masks`.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         at = len(rest) - structure.num_leaves
@@ -126,7 +119,6 @@ def _block(length: int) -> int:
 
 
 def check_splash(length: int, dtype: jax.typing.DTypeLike) -> None:
-    """Raises InputError if the kernel cannot be compiled for these arrays."""
     reason = Splash.obstacle(length, dtype)
     if reason:
         raise InputError(

@@ -57,10 +57,10 @@ def outer(
     count: int,
     how: How,
 ) -> Float[Array, "count into out_of"]:
-    """Σ over the rows of each of some groups of leftᵀ · right: the gradient of their kernels.
+    """Σ over the rows of each of `count` groups of leftᵀ · right: the gradient of their kernels.
 
-    There are `count` of these groups. Rows of other groups may hold anything. The sum is made in
-    float32, and the result has the dtype of `left`.
+    Rows of other groups may hold anything. The sum is made in float32, and the result has the dtype
+    of `left`.
     """
     tile, *_ = how.tile
     lefts = left.reshape(-1, tile, left.shape[1])

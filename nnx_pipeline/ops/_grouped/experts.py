@@ -24,9 +24,8 @@ class GroupedExperts:
     """Σ over the chosen experts of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
 
     Each device sorts the choices of its tokens by expert, and multiplies the rows of each expert by
-    that expert's kernels. No token is dropped, and none is computed by an expert that was not
-    chosen for it. So the work is the active parameters', but for rows that fill up a tile. There
-    are as many rows as choices, however these are spread over the experts.
+    that expert's kernels. No token is dropped: the work is the active parameters', but for rows
+    that fill up a tile.
 
     Where experts are sharded over the mesh axis `expert`, each device along it computes its own
     experts for the tokens of all, which it gathers; the results are scattered back. That sends each
@@ -36,14 +35,11 @@ class GroupedExperts:
     How many rows are multiplied is known when the program runs. Estimates from the program take
     each expert to have as many as the others.
 
-    Kernels are gathered, and multiplied, for `group` experts of a device at a time; None takes all
-    of them. `tiles` are the numbers of `products_for`.
-
-    A scan runs over the groups. A small group saves memory, because the kernels of one group are
-    gathered at a time, and the gradients of one are whole at a time. It takes time: gathers wait
-    for the group before, and JAX's kernels work out anew which rows are whose. For Mixtral 8x7B on
-    64 TPU v5p (libtpu 0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp,
-    and by estimate 2.71, 3.15, 3.19 and 3.41 s.
+    Kernels of `group` experts are gathered, and multiplied, at a time, in a scan. A small group
+    saves memory, for their gradients too. It takes time: gathers wait for the group before, and
+    JAX's kernels work out anew which rows are whose. For Mixtral 8x7B on 64 TPU v5p (libtpu
+    0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp, and by estimate
+    2.71, 3.15, 3.19 and 3.41 s.
     """
 
     group: int | None = None
@@ -71,11 +67,7 @@ class GroupedExperts:
 
 
 class _Groups(NamedTuple):
-    """Some experts of a device, and what has been computed for those before them.
-
-    These add their rows to `results`, rows of all experts. Both `some` and `results` are None for
-    all experts of the device.
-    """
+    """Some experts of a device, or all, which add their rows to `results` of all experts."""
 
     products: GroupedProducts
     sizes: Array
@@ -101,10 +93,7 @@ OfSome = Callable[..., _OfGroup]  # (the group, its kernels)
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDevice(OnDevices):
-    """What a device computes for its own tokens, and what it exchanges with others.
-
-    Arrays of rows are `[devices, rows, …]`: each device has its own rows.
-    """
+    """What a device computes for its own tokens; arrays of rows are `[devices, rows, …]`."""
 
     products: GroupedProducts
     group: int

@@ -12,32 +12,24 @@ Tile = tuple[int, int, int]  # rows, width before, width after
 class How(NamedTuple):
     """How rows are multiplied by the kernels of their groups.
 
-    - `tile`: what is computed at a time. In a product of rows the first number divides the rows; in
-      the gradient of kernels it is how many rows a step of the sum takes, and the others are the
-      part of a kernel that is computed. A loop in plain JAX reads the first number alone.
-    - `transposed`: whether kernels are `[groups, out_of, into]` and not `[groups, into, out_of]`.
-    - `share`: 1 / `share` of all rows belong to the groups of the call; it is for what a kernel
-      states of its cost.
-    - `interpret`: whether a kernel is interpreted, for tests where its platform is not.
+    The first number of `tile` divides the rows of a product; in the gradient of kernels it is how
+    many rows a step of the sum takes, and the others are the part of a kernel that is computed. A
+    loop in plain JAX reads the first number alone.
     """
 
     tile: Tile
-    transposed: bool = False
-    share: int = 1
-    interpret: bool = False
+    transposed: bool = False  # kernels are `[groups, out_of, into]`
+    share: int = 1  # 1 / share of all rows are of the call's groups, for what a kernel states
+    interpret: bool = False  # for tests where a kernel's platform is not
 
 
 class Order(NamedTuple):
     """Where each choice of a token lies when all choices are sorted by their expert.
 
-    A choice is a token and one of the experts that the router has chosen for it; choice c belongs
-    to token c // chosen. The rows of an expert are consecutive, and the first expert comes first.
-    Rows after the last expert may be anything: choices of experts on other devices, and rows that
-    fill up a tile.
-
-    - `choices`: the choice of each row.
-    - `places`: the row of each choice.
-    - `sizes`: how many rows each expert of this device has.
+    A choice is a token and one of its experts; choice c belongs to token c // chosen. The rows of
+    an expert are consecutive, and the first expert comes first. Rows after the last expert may be
+    anything: choices of experts on other devices, and rows that fill up a tile. `choices` are those
+    of each row, and `places` the row of each choice; each expert of this device has `sizes` rows.
     """
 
     choices: Int[Array, "rows"]
@@ -115,9 +107,9 @@ def visits(
 ) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
     """Cuts rows into tiles, and says which of some groups computes which tile.
 
-    Each group visits the tiles that hold its rows. Returns for each visit its group, counted from
-    the first of these groups, its tile, and the range of the group's rows. There are as many visits
-    as may be needed (rows / tile + groups - 1); a visit that is not needed has an empty range.
+    Returns for each visit its group, counted from the first of these, its tile, and the range of
+    the group's rows. There are as many visits as may be needed (rows / tile + groups - 1); a visit
+    that is not needed has an empty range.
     """
     groups = some.number
     starts, ends = some.bounds(sizes)

@@ -21,10 +21,7 @@ Backend = Literal["megablox", "triton", "tiles"]
 
 
 class Tiles(NamedTuple):
-    """Rows, width before and width after of what a kernel computes at a time, for each product.
-
-    These are rows times kernels, cotangents times transposed kernels, and rows times cotangents.
-    """
+    """Rows, width before and width after of what a kernel computes at a time, by product."""
 
     forward: Tile
     to_rows: Tile
@@ -48,9 +45,8 @@ class Tiles(NamedTuple):
 class GroupedProducts:
     """The products of experts with the rows that were sent to them.
 
-    - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA GPUs,
-      and `tiles` a loop in plain JAX, which reads the numbers of rows of its tiles alone.
-    - `share`, `interpret`: as of `How`.
+    `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA GPUs, and `tiles`
+    a loop in plain JAX, which reads the numbers of rows of its tiles alone.
     """
 
     backend: Backend
@@ -193,11 +189,8 @@ ON_PLATFORM: dict[str, tuple[Backend, Tile]] = {
 def products_for(
     rows: int, numbers: tuple[int, ...] | None = None, *, share: int = 1
 ) -> GroupedProducts:
-    """The products of so many rows, of all experts of a device, on the ambient platform.
-
-    A tile has no more rows than the next power of two. `numbers` are as for `Tiles.of`, each a
-    power of two; None for what suits the platform.
-    """
+    """The products of so many rows, of all experts of a device, on the ambient platform."""
+    # A tile has no more rows than the next power of two, as each of `numbers` is.
     backend, usual = ON_PLATFORM[ambient_platform()]
     most = max(16, 1 << (rows - 1).bit_length())
     tiles = Tiles.of(numbers or usual)

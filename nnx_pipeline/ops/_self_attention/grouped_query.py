@@ -24,7 +24,6 @@ def query_gain(config: ModelConfig) -> float:
 def query_initializer(
     initializer: jax.nn.initializers.Initializer, config: ModelConfig
 ) -> jax.nn.initializers.Initializer:
-    """An initializer whose values are multiplied by `query_gain`."""
     gain = query_gain(config)
 
     def initial(*args: object, **options: object) -> Array:
@@ -36,8 +35,7 @@ def query_initializer(
 class QueryKey(NamedTuple):
     """What query and key go through between their projections and their scores.
 
-    `rotate` is the rotary embedding of heads `[batch, seq, heads, head_dim]`, positions. The norms
-    are of each head before that.
+    The norms are of each head; `rotate` takes heads `[batch, seq, heads, head_dim]` and positions.
     """
 
     rotate: Callable[[Array, Array], Array]

@@ -12,29 +12,20 @@ from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding
 
 
 class LatentProjections(NamedTuple):
-    """The kernels of one layer, in the sharding and dtype in which they are stored.
+    """The kernels of one layer, in the sharding and dtype in which they are stored."""
 
-    - `query_down`: from the stream to the latent vector of queries; None if there is none.
-    - `query`: to the query heads, from that latent vector, or from the stream.
-    - `kv_down`: from the stream to the latent vector of keys and values, and beside it the one
-      rotated key that all heads read.
-    - `kv_up`: from that latent vector to what of each key is not rotated, and beside it its value.
-    - `out`: from the value heads to the stream.
-    """
-
-    query_down: Float[Array, "embed q_rank"] | None
-    query: Float[Array, "from heads head_dim"]
-    kv_down: Float[Array, "embed kv_rank_and_rope"]
-    kv_up: Float[Array, "kv_rank heads key_and_value"]
+    query_down: Float[Array, "embed q_rank"] | None  # to the latent vector of queries
+    query: Float[Array, "from heads head_dim"]  # from that vector, or from the stream
+    kv_down: Float[Array, "embed kv_rank_and_rope"]  # and the one rotated key of all heads
+    kv_up: Float[Array, "kv_rank heads key_and_value"]  # what of a key is not rotated, its value
     out: Float[Array, "heads value_dim embed"]
 
 
 class Latent(NamedTuple):
     """What the heads go through between their projections and their scores.
 
-    `rotate` is the rotary embedding of the last `rope_dim` numbers of a query or key, `[batch, seq,
-    heads, rope_dim]`, positions. The norms are of the latent vectors; None where there is no latent
-    query.
+    `rotate` takes the last `rope_dim` numbers of heads, `[batch, seq, heads, rope_dim]`, and
+    positions. The norms are of the latent vectors.
     """
 
     rotate: Callable[[Array, Array], Array]
@@ -75,7 +66,6 @@ def latent_attention(
 def _query(
     x: Array, kernels: LatentProjections, latent: Latent, positions: Array, layout: Layout
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """The query heads, the last numbers of each rotated."""
     first = "embed"
     if kernels.query_down is not None:
         assert latent.query_norm is not None, "a latent query is normalised"

@@ -15,10 +15,10 @@ def timescales(config: ModelConfig) -> Float[Array, "half"]:
 
     Of d rotated numbers pair i takes theta^(2i / d). `rope_scaling` multiplies that by up to
     `rope_factor`: `linear` in full (Chen et al., 2023), `llama3` by how often the pair turns in the
-    original length, as in the reference implementation of Llama 3.1. There the frequency of a pair
-    between the two limits is the mean of the slowed and the original one, weighted by where between
-    them its number of turns lies. `yarn` (Peng et al., 2023, section 3.2) takes this mean by where
-    its number i lies between those of the pairs at the limits, rounded outwards.
+    original length, as in the reference implementation of Llama 3.1. Between the two limits the
+    frequency is the mean of the slowed and the original one, weighted by where between them the
+    number of turns lies. `yarn` (Peng et al., 2023, section 3.2) weighs by where the number i lies
+    between those of the pairs at the limits, rounded outwards.
     """
     half = config.rope_dim // 2
     plain = config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
@@ -75,7 +75,6 @@ def rotate(
 
 
 def rotary_of(config: ModelConfig) -> Callable[[Array, Array], Array]:
-    """The rotary embedding of a model: `rotate` for given heads and positions."""
     return functools.partial(
         rotate, timescale=timescales(config), interleaved=config.rope_interleaved
     )

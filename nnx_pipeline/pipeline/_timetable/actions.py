@@ -81,7 +81,6 @@ class Actions:
 
     @property
     def idle_share(self) -> float:
-        """The share of idle cells."""
         return 1 - self.count / self.kind.size
 
     @functools.cached_property
@@ -152,7 +151,6 @@ class Actions:
         self._refuse_part(stage, _gap(self.microbatch[there & (self.stage == stage)]), "")
 
     def _check_places(self) -> None:
-        """Refuses an action that is there twice, and a stage on two ranks."""
         if np.count_nonzero(self.when >= 0) < self.count:
             rank, step = np.nonzero(self.kind)
             actions = np.stack([table[rank, step] for table in self._tables])

@@ -38,7 +38,6 @@ def write_picture(schedule: Schedule, path: str) -> None:
 
 
 def make_figure(schedule: Schedule) -> "Figure":
-    """A figure with a row per stage and a column per tick."""
     from matplotlib.figure import Figure
 
     rows = schedule.stages * len(lanes(schedule))

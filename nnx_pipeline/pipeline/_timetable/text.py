@@ -250,7 +250,6 @@ def layers_table(stack: Stack) -> Table:
 
 
 def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, Any]:
-    """`of_stage` has the numbers of the layers by stage and repeat."""
     return {
         "layers": stack.layers,
         "layers_per_visit": stack.per_stage,

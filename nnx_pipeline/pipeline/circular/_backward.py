@@ -32,26 +32,19 @@ class Others(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """The cotangents that pass from tick to tick, besides the gradients of the weights."""
-
     carry: CircularCarry
     others: Others  # None for integers
 
 
 @dataclass(frozen=True)
 class TwoWayTick:
-    """One tick forward, and the same tick backward from what the forward pass saved.
-
-    `needed` says whether the gradient of each array of `Others` is asked for; the forward pass does
-    not read it.
-    """
+    """One tick forward, and backward from what the forward pass saved."""
 
     loop: CircularLoop
     visit: Visit
     needed: Others | None = None
 
     def of_needed(self, needed: tuple[PyTree, Others]) -> "TwoWayTick":
-        """The tick for a backward pass that is asked for these gradients."""
         own = dataclasses.replace(self.visit, needed=needed[0])
         return dataclasses.replace(self, visit=own, needed=needed[1])
 
@@ -117,10 +110,7 @@ class WholeLoop:
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
     ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
-        """Makes all ticks.
-
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        - `moving`: the microbatches, `[stages, slots, …]`, and the state of the layers.
+        """Makes all ticks with the weights as they are stored, `[repeats, stages, …]`.
 
         Returns carry and state after the last tick, the metrics of every tick, and what `backward`
         needs: the gathered weights, and with `keep` the residuals of every tick.

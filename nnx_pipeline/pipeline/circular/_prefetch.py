@@ -41,11 +41,7 @@ class _Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefetchLoop:
-    """All ticks, with the gathered weights of the repeat in use and of the one after it.
-
-    Arguments and results are those of `WholeLoop`. It saves the residuals of each tick, and no
-    weights: they are gathered again.
-    """
+    """As `WholeLoop`, with gathered weights of two repeats, which are gathered again backward."""
 
     tick: TwoWayTick
 

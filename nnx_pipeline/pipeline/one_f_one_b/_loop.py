@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange import empty_host_ring, from_stage, to_stages
+from nnx_pipeline.pipeline._exchange import empty_host_ring, empty_ring, from_stage, to_stages
 from nnx_pipeline.pipeline.contract import Inputs, Weights
 from nnx_pipeline.pipeline.metrics import Metric, identity, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import (
@@ -39,11 +39,7 @@ def _on_host(tree: PyTree) -> _OnHost:
 
 @dataclass(frozen=True)
 class OneForwardOneBackwardLoop:
-    """All ticks of a 1F1B schedule; results do not depend on `bubble_fill`.
-
-    `needed` says whether the gradient of each input of the microbatches is asked for; None for
-    none. If it is `unlifted`, its functions compute in float16 and it has no lift.
-    """
+    """All ticks; `needed` says of which inputs the gradient is asked for."""
 
     tick: OneForwardOneBackwardTick
     bubble_fill: float
@@ -163,11 +159,7 @@ class OneForwardOneBackwardLoop:
 
         x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         residuals, tree = jax.tree.flatten(residuals)
-        slots, fill, empty_ring = (
-            self.tick.schedule.ring_slots,
-            self.bubble_fill,
-            empty_ring,
-        )
+        slots, fill = self.tick.schedule.ring_slots, self.bubble_fill
         return LoopState(
             outputs=jax.tree.map(lambda leaf: empty_ring(leaf, None, fill), x),
             d_inputs=None,

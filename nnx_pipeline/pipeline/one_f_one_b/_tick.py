@@ -45,8 +45,6 @@ class HoistedFunctions:
 
 
 class Phase(NamedTuple):
-    """A range of ticks, and which parts of a tick are done in each of them."""
-
     ticks: range
     forward: bool
     leave: bool
@@ -55,10 +53,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class OneForwardOneBackwardTick:
-    """What every tick does.
-
-    `needed` says whether the gradient of each weight is asked for; None for all of them.
-    """
+    """`needed` says whether the gradient of each weight is asked for; None for all."""
 
     functions: HoistedFunctions
     schedule: OneForwardOneBackward
@@ -252,7 +247,6 @@ class OneForwardOneBackwardTick:
         return exchange.to_stages(x, self.schedule.stages)
 
     def leaving(self, end: WithCaptured, output: PyTree, row: PyTree) -> Array:
-        """The loss of the microbatch that leaves."""
         return self.functions.leave(end.captured, end.weights, output, row)
 
     def reads(self, weights: LoopWeights, inputs: Inputs, now: PhasePlan) -> Reads:

@@ -32,12 +32,10 @@ def hoist(
 ) -> tuple[tuple[Function, ...], tuple[list[Array], ...], tuple[ClosedJaxpr, ...]]:
     """Gives functions of pytrees a new first argument for the arrays that they close over.
 
-    `call` is given a stand-in for each new function. It must call all of them as the loop will,
-    under `jax.eval_shape`, with the same shapes, dtypes and shardings.
-
-    Returns the new functions, for each of them the list of arrays to pass (constants and tracers of
-    any dtype, whole on every stage), and what it was traced to. A function with an empty list is
-    called unchanged, so that the program is the one that it would be without `hoist`.
+    `call` is given a stand-in for each and must call all of them as the loop will, under
+    `jax.eval_shape`. Returns the new functions, for each the arrays to pass (constants and tracers
+    of any dtype, whole on every stage), and what it was traced to. A function with no arrays is
+    called unchanged, so that the program stays the same.
     """
     seen: list[list[_Program]] = [[] for _ in functions]
 

@@ -25,16 +25,12 @@ class EarlyLayers:
     microbatches. These layers work on it where it lies, on one microbatch of each stage at a time,
     with weights that every stage has. What 1F1B puts into its loop is one microbatch, for which all
     stages compute the same.
-
-    - `first`: the number by which the first one makes its dropout keys; no layer of the pipeline
-      has this number or a later one.
-    - `layout`, `copied`: how activations are sharded, without and with the axis of copies.
     """
 
     number: int
-    first: int
-    layout: Layout
-    copied: Layout
+    first: int  # the first layer's number for dropout keys, above those of the pipeline
+    layout: Layout  # of activations and weights, without copies
+    copied: Layout  # of the pipeline's activations, with its axis of copies if any
     remat: Remat
 
     def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
@@ -51,11 +47,10 @@ class EarlyLayers:
         return jax.tree.map(stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
     def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
-        """All layers, one after the other, applied to a batch or to one microbatch.
+        """All layers applied to a batch or one microbatch; its first axes are as of `Batches.axes`.
 
-        `axes` are the first axes of `x` and `side`, as of `Batches.axes`, or for one microbatch
-        without the first. Layers with caches, `[layers, batch, …]` or `[layers, microbatches,
-        batch, …]`, find there what the call before left, and leave what the next one reads.
+        Caches, `[layers, batch, …]` or `[layers, microbatches, batch, …]`, hold what the call
+        before left, and what the next one reads.
         """
         plain = tuple(axis for axis in axes if axis != "copy")
         caches = _caches(layers)

@@ -44,10 +44,7 @@ def split_repeats(params: PyTree) -> PyTree:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class ReadWhole:
-    """Parameters that are read from one array, and whose gradients are those of `apart`.
-
-    `apart` has the values of `whole` as `split_repeats` returns them, and nothing reads it.
-    """
+    """Parameters read from one array, with the gradients of `apart`, which nothing reads."""
 
     whole: PyTree
     apart: PyTree

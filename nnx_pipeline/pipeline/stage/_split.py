@@ -18,9 +18,9 @@ from nnx_pipeline.sharding.layout import P, is_explicit
 class BatchSplit:
     """How the sequences of a layer's call are cut into parts.
 
-    Each device cuts its own sequences, so that none is sent to another device. No part waits for
-    another: while one waits for a collective, such as the all-to-all of experts, another computes.
-    `whole` are the names of side inputs without an axis of the batch.
+    Each device cuts its own. No part waits for another: while one waits for a collective, such as
+    the all-to-all of experts, another computes. Side inputs called `whole` have no axis of the
+    batch.
     """
 
     parts: int

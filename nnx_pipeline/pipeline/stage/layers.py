@@ -53,19 +53,15 @@ class LayersInTurn:
 
     @property
     def apart(self) -> bool:
-        """Whether the layers are separate arrays and unrolled, instead of stacked and scanned.
-
-        A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
-        weights of each out of the stack, and put its gradient into a stack of the visit, which is
-        stored next to the accumulators until the visit is over. Of layers apart each gradient is
-        added as soon as it is complete; compile time grows with the number of layers. For
-        `mixtral-small` on a TPU v5p (libtpu 0.0.42.1) with 2 layers per stage, scanned and apart:
-        temp 354 and 258 MB, 23.3 and 20.5 ms of compute.
-
-        Any number is unrolled if each is of a kind of its own, and if some of what the layers
-        compute is offloaded, because no compiler sends a value from a loop inside another loop to
-        the host.
-        """
+        """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
+        # A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
+        # weights of each out of the stack, and put its gradient into a stack of the visit, which is
+        # stored next to the accumulators until the visit is over. Of layers apart each gradient is
+        # added as soon as it is complete; compile time grows with their number. For `mixtral-small`
+        # on a TPU v5p (libtpu 0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and
+        # 258 MB, 23.3 and 20.5 ms of compute. Any number is unrolled if each is of a kind of its
+        # own, and if some of what the layers compute is offloaded, because no compiler sends a
+        # value from a loop inside another loop to the host.
         few = self.number <= UNROLLED or bool(self.remat.offloaded) or self.number == self.kinds
         return self.in_ticks and self.number > 1 and few
 
@@ -115,13 +111,10 @@ def _stacked(trees: Sequence[PyTree]) -> PyTree:
 
 @jax.custom_jvp
 def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns its arguments, and makes the backward pass wait for the gradient of `layer`.
-
-    The layers before it get their cotangent only when that gradient is complete. A compiler may
-    otherwise put off the gradients of all layers, and hold everything that they are made of: with 4
-    layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1) is 317 MB with it and
-    467 without, for 2 % more compute.
-    """
+    """Returns its arguments, and makes the backward pass wait for the gradient of `layer`."""
+    # A compiler may otherwise put off the gradients of all layers, and hold everything that they
+    # are made of: with 4 layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1)
+    # is 317 MB with it and 467 without, for 2 % more compute.
     return x, layer
 
 
@@ -225,11 +218,8 @@ def call_layer(
     microbatches: int = 1,
     split: BatchSplit | None = None,
 ) -> tuple[PyTree, LayerResult]:
-    """Applies one layer to `[batch, …]`, which holds so many microbatches.
-
-    Its keys for dropout are made from those of the batch (`keys` in `side`) and its number. A layer
-    that is padding leaves activations and state as they are; its metrics mean nothing.
-    """
+    """Applies one layer to `[batch, …]`, which holds so many microbatches."""
+    # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     layer, number, state = numbered
     keys = side.get("keys")
     own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
@@ -261,8 +251,8 @@ def call_layer(
 class StageLayers:
     """The function of a stage: applies its layers to one microbatch, once per copy of the weights.
 
-    With an axis of copies in `layout` the weights and x have one too. `shared` are the side inputs
-    without an axis of the batch.
+    With an axis of copies in `layout` weights and x have one. Side inputs `shared` have no axis of
+    the batch.
     """
 
     stack: Stack

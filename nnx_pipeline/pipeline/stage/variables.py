@@ -98,7 +98,6 @@ def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
 
 
 def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
-    """The state of layers of several kinds, for each kind."""
     values = iter(state or [])
     return [list(itertools.islice(values, len(_states(layer)))) for layer in kinds]
 
@@ -115,7 +114,6 @@ def state_after(layer: Any, before: list[Array]) -> list[Array]:
 
 
 def write_state(layers: Any, state: list[Any]) -> None:
-    """Sets the state of stacked layers, as `split_state` gives it."""
     for variable, value in zip(_states(layers), state, strict=True):
         if is_per_microbatch(variable):
             value = jnp.moveaxis(value.value, 2, 3)
