@@ -251,10 +251,6 @@ def _weighed_on_cpu(hidden: Array, weight: Array) -> Array:
     return hidden * weight
 
 
-def _weigh_forward(hidden: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return hidden * weight, (hidden, weight)
-
-
 def _weigh_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     hidden, weight = residuals
     d_weight = jnp.einsum(
@@ -264,7 +260,7 @@ def _weigh_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[A
     return cotangent * weight, d_weight.astype(weight.dtype)
 
 
-_weighed_on_cpu.defvjp(_weigh_forward, _weigh_backward)
+_weighed_on_cpu.defvjp(lambda *args: (args[0] * args[1], args), _weigh_backward)
 
 
 def _opened(products: ExpertProducts, x: Array, kernel: Array) -> Array:
@@ -272,12 +268,6 @@ def _opened(products: ExpertProducts, x: Array, kernel: Array) -> Array:
     spec = out_sharding(P(*products.partial, None))
     # In the other order XLA for TPU copies each gathered kernel into another layout.
     return jnp.einsum("deotf,bsd->otbsef", whole, x, out_sharding=spec)
-
-
-def _open_forward(
-    products: ExpertProducts, x: Array, kernel: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _opened(products, x, kernel), (x, kernel)
 
 
 def _open_backward(
@@ -291,19 +281,13 @@ def _open_backward(
 
 
 _open = jax.custom_vjp(_opened, nondiff_argnums=(0,))
-_open.defvjp(_open_forward, _open_backward)
+_open.defvjp(lambda products, *args: (_opened(products, *args), args), _open_backward)
 
 
 def _projected(products: ExpertProducts, hidden: Array, down: Array) -> Array:
     whole = gather_weight(down, products._stored, products._used)
     spec = out_sharding(products.partial)
     return jnp.einsum("otbsef,deotf->otbsd", hidden, whole, out_sharding=spec)
-
-
-def _project_forward(
-    products: ExpertProducts, hidden: Array, down: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _projected(products, hidden, down), (hidden, down)
 
 
 def _project_backward(
@@ -317,4 +301,4 @@ def _project_backward(
 
 
 _project = jax.custom_vjp(_projected, nondiff_argnums=(0,))
-_project.defvjp(_project_forward, _project_backward)
+_project.defvjp(lambda products, *args: (_projected(products, *args), args), _project_backward)

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._exchange import stage_axis
 from nnx_pipeline.sharding.dropout import sequence_keys
-from nnx_pipeline.sharding.layout import Layout, P, is_explicit, mesh_sizes, place
+from nnx_pipeline.sharding.layout import Layout, P, is_explicit, is_variable, mesh_sizes, place
 
 Entry = str | tuple[str, ...] | None
 
@@ -60,7 +60,7 @@ def by_names(tree: Any, layout: Layout) -> Any:
         new = _moved(old, "a parameter", lambda _: [*spec])
         return variable if new is old else variable.replace(new)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
 @dataclass(frozen=True)

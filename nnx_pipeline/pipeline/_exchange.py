@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.sharding.layout import (
     P,
     hold,
@@ -158,11 +157,3 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
         return jnp.where(wide, a, b)
 
     return jax.tree.map(pick, one, other)
-
-
-def split(leaf: Array, schedule: CircularSchedule) -> Array:
-    return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
-
-
-def merge(leaf: Array) -> Array:
-    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])

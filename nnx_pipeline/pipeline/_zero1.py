@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.sharding._gradients import or_zeros, refuse_perturbed, values_of
-from nnx_pipeline.sharding.layout import Layout, P, place
+from nnx_pipeline.sharding.layout import Layout, P, is_variable, place
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -92,7 +91,7 @@ def gradient_shards(
     dtype: jax.typing.DTypeLike | None,
 ) -> GradientShards:
     """The shards of layers whose arrays do not have the first `skip` axes of the stack."""
-    variables = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    variables = jax.tree.leaves(layers, is_leaf=is_variable)
     names = [variable.get_metadata("logical_axes")[skip:] for variable in variables]
     spread = layout.zero1(over)
     return GradientShards(

@@ -15,7 +15,14 @@ from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
-from nnx_pipeline.sharding.layout import AxisName, Layout, mesh_sizes, place, portable_key
+from nnx_pipeline.sharding.layout import (
+    AxisName,
+    Layout,
+    is_variable,
+    mesh_sizes,
+    place,
+    portable_key,
+)
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -127,11 +134,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
     stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(
-        lambda variable: _stacked(variable, layout),
-        made,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
+    return jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
@@ -194,9 +197,7 @@ def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
 
 
 def _check_axes(layer: nnx.Module, layout: Layout) -> None:
-    variables = jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    variables = jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
     for path, variable in variables:
         shape = getattr(variable.get_value(), "shape", ())  # `_stacked` refuses what is no array
         axes = _own_axes(variable, len(shape))

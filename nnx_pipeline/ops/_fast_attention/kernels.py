@@ -82,17 +82,9 @@ def flash_attention(
     return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
 
 
-def auto_attention(
-    query: Heads,
-    key: KeyHeads,
-    value: ValueHeads,
-    segment_ids: Segments = None,
-    *,
-    grouped: P,
-    options: Options = Options(),
-) -> _Output:
+def auto_attention(query: Heads, *others: Array | None, grouped: P, options: Options) -> Array:
     kind = chosen("auto", query.shape[1], query.dtype)
-    return KERNELS[kind](query, key, value, segment_ids, grouped=grouped, options=options)
+    return KERNELS[kind](query, *others, grouped=grouped, options=options)
 
 
 # What `model.attention` may be.

@@ -108,10 +108,6 @@ class Actions:
         kept = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
         return tuple(kept.max(axis=1).tolist())
 
-    def cell(self, rank: int, step: int) -> str:
-        kind, stage, microbatch = (int(table[rank, step]) for table in self._tables)
-        return text_of_action(kind, stage, microbatch) if kind else ""
-
     def cells(self) -> list[list[str]]:
         """The texts of all cells by rank and step, empty where the rank is idle."""
         rows = zip(*(table.tolist() for table in self._tables), strict=True)

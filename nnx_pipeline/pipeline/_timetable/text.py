@@ -1,5 +1,6 @@
 """Draws the timetable of a schedule as text."""
 
+import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline._timetable.actions import LETTERS, Actions
+from nnx_pipeline.pipeline._timetable.actions import Actions
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, ScheduledVisit, Visits
 
 
@@ -145,18 +146,17 @@ class ActionsTable:
         longest = f"{self.actions.stages - 1}F{self.actions.microbatches - 1}"
         columns = _shown(steps, _room(width, steps, len(longest)))
         table = _table("rank", columns)
-        for rank in range(self.actions.ranks):
-            table.add_row(str(rank), *(self._cell(rank, column) for column in columns))
+        for rank, cells in enumerate(self.actions.cells()):
+            table.add_row(str(rank), *(_action(cells, column) for column in columns))
         yield table
 
-    def _cell(self, rank: int, column: int | str) -> Text:
-        if isinstance(column, str):
-            return Text(column, style="dim")
-        cell = self.actions.cell(rank, column)
-        if not cell:
-            return Text("·", style="dim")
-        letter = LETTERS[self.actions.kind[rank, column]]
-        return Text(cell, style=_LANE_COLOURS.get(letter, "magenta"))
+
+def _action(cells: list[str], column: int | str) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    letter = cells[column].strip(string.digits)
+    style = _LANE_COLOURS.get(letter, "magenta") if letter else "dim"
+    return Text(cells[column] or "·", style=style)
 
 
 _BORDER, _LEFT_OUT = "│", "…"

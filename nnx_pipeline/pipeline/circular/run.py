@@ -8,7 +8,6 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline._exchange import merge, split
 from nnx_pipeline.pipeline.circular import _tick
 from nnx_pipeline.pipeline.circular._accumulate import Accumulate
 from nnx_pipeline.pipeline.circular._tick import CircularLoop, autodiff_tick
@@ -69,7 +68,8 @@ def run_pipeline(
     check_stacked(state, "the state", schedule)
     _check_options(schedule, options)
     stream = jax.tree.map(
-        lambda leaf: split(leaf, schedule), entry.place_microbatches(microbatches)
+        lambda leaf: leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:]),
+        entry.place_microbatches(microbatches),
     )
     params, side = entry.place_stacked(params), entry.place_on_every_stage(side_inputs)
     states = hold_state(entry.place_stacked(state), schedule)
@@ -101,7 +101,7 @@ def _in_order(stream: Array, schedule: CircularSchedule) -> Array:
     """Turns the stream after the last tick into `[microbatches, …]`, in the order of inputs."""
     # Output m went into slot (first_output_tick + m) mod slots; it belongs into slot m mod slots.
     late = schedule.first_output_tick % schedule.stream_slots
-    return merge(jnp.roll(stream, -late, axis=1))
+    return jnp.roll(stream, -late, axis=1).reshape(schedule.microbatches, *stream.shape[2:])
 
 
 def _check_options(schedule: CircularSchedule, options: LoopOptions) -> None:

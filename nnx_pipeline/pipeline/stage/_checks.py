@@ -17,7 +17,7 @@ from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage import state as states
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
-from nnx_pipeline.sharding.layout import mesh_sizes
+from nnx_pipeline.sharding.layout import is_variable, mesh_sizes
 
 
 def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: Schedule) -> None:
@@ -265,7 +265,7 @@ def check_layer_variables(layer: nnx.Module) -> None:
     places: dict[int, str] = {}
     for path, leaf in _variables(layer):
         name = jax.tree_util.keystr(path)
-        if not isinstance(leaf, nnx.Variable):
+        if not is_variable(leaf):
             raise InputError(
                 f"a layer holds {_words(leaf)} in {name}, which is in no variable; {_IN_A_VARIABLE}"
             )
@@ -311,9 +311,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    return jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
 
 
 def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:

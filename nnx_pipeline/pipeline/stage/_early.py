@@ -14,7 +14,15 @@ from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, NumberedLayer, Side, call_layer
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state
-from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, out_sharding, place, portable_key
+from nnx_pipeline.sharding.layout import (
+    Layout,
+    P,
+    is_variable,
+    mesh_sizes,
+    out_sharding,
+    place,
+    portable_key,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class EarlyLayers:
             found.set_metadata("logical_axes", axes)
             return found
 
-        return jax.tree.map(stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return jax.tree.map(stacked, made, is_leaf=is_variable)
 
     def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
         """All layers applied to a batch or one microbatch; its first axes are as of `Batches.axes`.

@@ -103,43 +103,35 @@ def _each_stage(
     def local(index: Array, *columns: list[Array]) -> list[Array]:
         return [one_stage(index, *leaves) for leaves in zip(*columns, strict=True)]
 
+    def stage_by_stage(*leaves: Array) -> Array:
+        stages = [
+            one_stage(
+                index[at : at + 1],
+                *(
+                    jax.lax.slice_in_dim(leaf, at, at + 1, axis=axis)
+                    for leaf, axis in zip(leaves, stage_axes, strict=True)
+                ),
+            )
+            for at in range(index.shape[0])
+        ]
+        return jnp.concatenate(stages, axis=0 if len(trees) == 1 else stage_axes[0])
+
     if mesh_sizes().get("stage", 1) > 1:
         specs = [
             [spec_of(leaf, stage_axis=axis) for leaf in leaves]
             for leaves, axis in zip(columns, stage_axes, strict=True)
         ]
-        out = [_without(spec, 1 - stage_axes[0]) if len(trees) == 1 else spec for spec in specs[0]]
+        out = specs[0]
+        if len(trees) == 1:  # what is read has no axis of repeats or slots
+            at = 1 - stage_axes[0]
+            out = [P(*spec[:at], *spec[at + 1 :]) for spec in out]
         everywhere = jax.shard_map(
             local, in_specs=(P("stage"), *specs), out_specs=out, axis_names=manual_axes()
         )
         new = everywhere(index, *columns)
     else:
-        groups = zip(*columns, strict=True)
-        new = [_stage_by_stage(one_stage, index, group, stage_axes) for group in groups]
+        new = [stage_by_stage(*leaves) for leaves in zip(*columns, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(trees[0]), new)
-
-
-def _stage_by_stage(
-    one_stage: Callable[..., Array],
-    index: Array,
-    leaves: tuple[Array, ...],
-    stage_axes: tuple[int, ...],
-) -> Array:
-    new = [
-        one_stage(
-            index[stage : stage + 1],
-            *(
-                jax.lax.slice_in_dim(leaf, stage, stage + 1, axis=axis)
-                for leaf, axis in zip(leaves, stage_axes, strict=True)
-            ),
-        )
-        for stage in range(index.shape[0])
-    ]
-    return jnp.concatenate(new, axis=0 if len(leaves) == 1 else stage_axes[0])
-
-
-def _without(spec: P, axis: int) -> P:
-    return P(*spec[:axis], *spec[axis + 1 :])
 
 
 def run_sequential(

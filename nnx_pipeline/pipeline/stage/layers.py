@@ -26,6 +26,7 @@ from nnx_pipeline.sharding.layout import (
     P,
     gather_weight,
     is_explicit,
+    is_variable,
     with_layout,
 )
 
@@ -174,7 +175,7 @@ def gathered_for_use(layer: Any) -> Any:
         used = P(*(_without(entry, AXES_OF_BATCH) for entry in spec))
         return variable.replace(gather_weight(variable.get_value(), spec, used))
 
-    return jax.tree.map(one, layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(one, layer, is_leaf=is_variable)
 
 
 def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from nnx_pipeline.lab.errors import InputError, one_of
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
 from nnx_pipeline.sharding._gradients import no_gradient_to
-from nnx_pipeline.sharding.layout import is_explicit, place
+from nnx_pipeline.sharding.layout import is_explicit, is_variable, place
 
 
 class LayerState(nnx.Variable[Array]):
@@ -66,7 +66,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
         return layers
 
     def one(variable: Any) -> Any:
-        if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.Param):
+        if not is_variable(variable) or isinstance(variable, nnx.Param):
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
@@ -79,7 +79,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
         return own
 
     state = list(map(value, _states(layers)))
-    without = jax.tree.map(one, layers, is_leaf=_is_variable)
+    without = jax.tree.map(one, layers, is_leaf=is_variable)
     return WithState(without, state) if state else without
 
 
@@ -92,9 +92,9 @@ def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
     def one(variable: Any) -> Any:
         if is_state(variable):
             return variable.replace(next(values))
-        return _from_bits(variable) if isinstance(variable, nnx.Variable) else variable
+        return _from_bits(variable) if is_variable(variable) else variable
 
-    return jax.tree.map(one, layers, is_leaf=_is_variable)
+    return jax.tree.map(one, layers, is_leaf=is_variable)
 
 
 def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
@@ -123,16 +123,12 @@ def write_state(layers: Any, state: list[Any]) -> None:
 
 
 def _states(tree: Any) -> list[nnx.Variable[Any]]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_variable) if is_state(leaf)]
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_state(leaf)]
 
 
 def _only_params(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
-    return all(isinstance(leaf, nnx.Param) for leaf in leaves if _is_variable(leaf))
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)
+    return all(isinstance(leaf, nnx.Param) for leaf in leaves if is_variable(leaf))
 
 
 def _as_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
