@@ -37,13 +37,11 @@ MOST_BLOCKS = 1024  # each is traced and compiled on its own
 def allowed(
     queries: TokenSpan, keys: TokenSpan, window: int | None = None
 ) -> Bool[Array, "#batch queries keys"]:
-    """The attention mask: a query may read no key after itself and none of another segment.
-
-    With a `window` it reads itself and the `window - 1` tokens before it, as in Mistral. Which
-    token is later is decided by the order in the array, not by positions. Padding (segment 0) may
-    read padding. Without segment ids the mask is a comparison of two iotas, which XLA fuses: no
-    mask array is built.
-    """
+    """The attention mask: a query may read no key after itself and none of another segment."""
+    # Which token is later is decided by the order in the array, not by positions. Padding (segment
+    # 0) may read padding. Without segment ids the mask is a comparison of two iotas, which XLA
+    # fuses: no mask array is built. With a window a query reads itself and the `window - 1` tokens
+    # before it.
     shape = (1, queries.size, keys.size)
     query, key = (
         _places(span, jax.lax.broadcasted_iota(jnp.int32, shape, dimension))
@@ -110,11 +108,9 @@ def cached_attention(
     grouped: jax.sharding.PartitionSpec,
     options: Options = Options(),
 ) -> Float[Array, "batch 1 heads value_dim"]:
-    """Attention of one new token of each sequence over the tokens before it and over itself.
-
-    Slot p of `key` and `value` belongs to the token at position p. Slots after the new token's may
-    hold anything finite: they are not read.
-    """
+    """Attention of one new token of each sequence over the tokens before it and over itself."""
+    # Slot p belongs to the token at position p. Slots after the new token's may hold anything
+    # finite: they are not read.
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     behind = positions[:, :, None] - jnp.arange(key.shape[1], dtype=jnp.int32)
     readable = behind >= 0
@@ -181,13 +177,11 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: _How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-    """Attention whose derivative keeps no scores; query and result are in groups.
-
-    The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
-    From these the backward pass computes each weight again by one exponential, without the maximum
-    and the sum over keys, and takes the sum in the softmax's derivative from the result: Σ_k p · dp
-    is the product of the result and its cotangent (FlashAttention-2, Dao 2023, section 2.3).
-    """
+    """Attention whose derivative keeps no scores; query and result are in groups."""
+    # The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
+    # From these the backward pass computes each weight again by one exponential, and takes the sum
+    # in the softmax's derivative from the result: Σ_k p · dp is the product of the result and its
+    # cotangent (FlashAttention-2, Dao 2023, section 2.3).
     return _attend_forward(how, query, key, value, segment_ids)[0]
 
 

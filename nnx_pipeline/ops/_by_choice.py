@@ -21,12 +21,9 @@ _Axes = TypeVar("_Axes", bound="ExpertAxes")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertAxes:
-    """The mesh axes of a layer of experts, and the sums and gathers over them.
+    """The mesh axes of a layer of experts, and the sums and gathers over them."""
 
-    The fields are found where the layer is called; inside the functions of one device the mesh
-    looks different.
-    """
-
+    # Found where the layer is called: inside the functions of one device the mesh looks different.
     kind: str
     experts: int
     own: int

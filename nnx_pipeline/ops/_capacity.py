@@ -169,11 +169,7 @@ class CapacityExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDevice(OnDevices):
-    """What a device computes for its own experts, and what it exchanges with others.
-
-    Rows of the experts of a device are `[devices, experts of a device, rows, …]`: the slots of all
-    devices that share the experts.
-    """
+    """What a device computes for its experts; rows are `[devices, own experts, slots, …]`."""
 
     capacity: int
 

@@ -53,13 +53,10 @@ def embed_gather(
     out: P,
     layout: Layout,
 ) -> Float[Array, "*batch seq embed"]:
-    """Looks the tokens up by a gather from the sharded table, which is itself never gathered.
-
-    Each device looks up the tokens of all devices along the mesh axes that shard the table, with
-    zeros for rows that it does not hold. The results are summed over the axes of the vocabulary,
-    and the parts of each row are put together. So neither the table nor its gradient is gathered.
-    The last axis of `out` must be whole. An id outside the table gives NaN rather than a wrong row.
-    """
+    """Looks the tokens up by a gather from the sharded table, which is itself never gathered."""
+    # Each device looks up the tokens of all devices along the mesh axes that shard the table, with
+    # zeros for rows that it does not hold. The results are summed over the axes of the vocabulary,
+    # and the parts of each row are put together. The last axis of `out` must be whole.
     rows = _look_up(table, tokens, dtype, out, layout)
     return out_of_range_as_nan(rows, tokens, table.shape[0])
 

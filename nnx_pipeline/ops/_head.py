@@ -16,13 +16,10 @@ def logits_of(
     cap: float | None,
     layout: Layout,
 ) -> Float[Array, "batch seq vocab"]:
-    """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32.
-
-    The kernel is sharded by ("embed_of_vocab", "vocab"), and the result by the logical axes
-    `whole_batch` and `vocab_of_logits`, but for a vocabulary that does not split over the latter:
-    its logits are computed with columns of zeros added to the kernel, then gathered, and these
-    columns left out.
-    """
+    """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32."""
+    # They are sharded by `whole_batch` and `vocab_of_logits`, but for a vocabulary that does not
+    # split over the latter: its logits are computed with columns of zeros, then gathered, and these
+    # columns left out.
     columns, kernel = kernel.shape[1], used_kernel(kernel.astype(hidden.dtype), layout)
     spec = layout.spec("whole_batch", None, "vocab_of_logits")
     logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
@@ -54,11 +51,8 @@ def with_columns(
 def head_of_table(
     table: Float[Array, "vocab embed"], config: ModelConfig
 ) -> Float[Array, "embed vocab"]:
-    """The kernel of a head that is tied to the embedding table, in the dtype of the table.
-
-    With `tied_head_dtype="bfloat16"` its values are rounded to bfloat16, and the gradient of the
-    table is the kernel's, without rounding.
-    """
+    """The kernel, in the table's dtype, of a head that is tied to the embedding table."""
+    # With `tied_head_dtype="bfloat16"` its values are rounded, and its gradient is not.
     if config.tied_head_dtype is None:
         return table.T
     kept = jnp.finfo(config.tied_head_dtype)

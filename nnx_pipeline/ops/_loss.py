@@ -122,12 +122,10 @@ def hold_columns(
     batch_axes: tuple[str, ...],
     layout: Layout,
 ) -> tuple[Float[Array, "embed columns"], Layout]:
-    """The kernel as a loop holds it that computes a loss at each turn, and its layout.
-
-    Row shards that each turn would exchange for column shards are exchanged here, once; the
-    gradients of all turns then add up in column shards, which are as large. A kernel that a turn
-    gathers is left as it is, because the loop would hold all of it.
-    """
+    """The kernel as a loop holds it that computes a loss at each turn, and its layout."""
+    # Row shards that each turn would exchange for column shards are exchanged here, once; gradients
+    # then add up in column shards, which are as large. A kernel that a turn gathers is left as it
+    # is, because the loop would hold all of it.
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
         return kernel, layout
@@ -309,11 +307,7 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 def _chunk_loss(
     plan: _Plan, kernel: Array, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
-    """The loss of one chunk on one device, and a function that gives what its gradient needs.
-
-    These are the gathered tokens `[tokens, embed]` and the gradient of their logits `[tokens,
-    columns]`, both in the dtype of `hidden`.
-    """
+    """One chunk's loss on a device, and a function to its gathered tokens and logits' gradient."""
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
     if plan.cap is not None:

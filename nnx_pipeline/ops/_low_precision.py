@@ -54,14 +54,11 @@ def check_package(config: ModelConfig) -> None:
 def quantized_product(
     kind: Precision, equation: str, x: Float[Array, "..."], kernel: Float[Array, "..."], out: P
 ) -> Float[Array, "..."]:
-    """`full_product` of operands that are rounded to 8 bits.
-
-    Each operand is divided by its largest absolute values along the axes that are summed over, so
-    that every token has a scale, and every column of the kernel. The cotangent of `x` is such a
-    product too, of the cotangent of the result and the kernel; that of the kernel is computed in
-    the dtype of `x`, because its sum over tokens would need one scale for all of them (SwitchBack,
-    Wortsman et al. 2023, section 2.2). Rounding itself has the derivative 1.
-    """
+    """`full_product` of operands that are rounded to 8 bits."""
+    # Each operand is divided by its largest absolute values along the axes that are summed over.
+    # The cotangent of `x` is such a product too; that of the kernel is computed in the dtype of
+    # `x`, because its sum over tokens would need one scale for all of them (SwitchBack, Wortsman et
+    # al. 2023, section 2.2). Rounding itself has the derivative 1.
     return _product_forward(kind, equation, x, kernel, out)[0]
 
 

@@ -123,12 +123,10 @@ def differentiable(
     shards: tuple[str, ...],
     refusal: str,
 ) -> Callable[..., Array]:
-    """`per_device` of a function to one array that has a derivative: a kernel that brings its own.
-
-    It sees no axis of a map, as in `one_by_one`. Along `shards` devices have different arguments or
-    results. What its derivative keeps is known to JAX alone. Each device hands it over as it is, as
-    its own part of arrays with a leading axis of devices.
-    """
+    """`per_device` of a function to one array with a derivative: a kernel that brings its own."""
+    # What its derivative keeps is known to JAX alone. Each device hands it over as it is, as its
+    # own part of arrays with a leading axis of devices. Along `shards` devices have different
+    # arguments or results. It sees no axis of a map.
     on_devices = P(shards or None)
 
     def forward_of(*args: Array) -> tuple[Array, PyTree]:

@@ -12,8 +12,8 @@ from nnx_pipeline.lab.errors import InputError, counted, divides, do_not_split, 
 class Stack:
     """The places of the layers: layer = (repeat · stages + stage) · per_stage + j.
 
-    Places from the number `layers` on are padding: what is computed there is discarded. Layer i is
-    of kind i mod kinds, and the layers of each kind have a stack of their own.
+    Places from the number `layers` on are padding. Layer i is of kind i mod kinds, and each kind
+    has a stack of its own.
     """
 
     repeats: int

@@ -30,11 +30,8 @@ class StackedLayers:
     apart: bool
 
     def stacked(self, layers: Any) -> Any:
-        """A pair for each kind of layers: their stack, and the number of each.
-
-        Both have an axis of copies along the mesh axes of `_copied`. If the layers of a stage are
-        separate arrays, there is such a pair for each layer of a stage.
-        """
+        """For each kind, or each layer of a stage if they are `apart`, stack and numbers."""
+        # Both have an axis of copies along the mesh axes of `_copied`.
         if self.weights.zero1:
             shards = self.shards(layers, skip=0, axis=2)
             layers = shards.copies(layers) if self._copied else shards.of(layers)

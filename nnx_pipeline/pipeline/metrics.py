@@ -135,11 +135,9 @@ def over_kinds(
     counts: Sequence[float],
     copies: int | None = None,
 ) -> PyTree:
-    """Combines the metrics of layers of several kinds; a kind without metrics takes no part.
-
-    `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
-    `counts` are the layers of each kind in a call, in the mean over all calls.
-    """
+    """Combines the metrics of layers of several kinds; a kind without metrics takes no part."""
+    # `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
+    # `counts` are the layers of each kind in a call, in the mean over all calls.
     if len(found) == 1 and real[0] is None:
         return over_layers(found[0], copies=copies)
     reporting = [kind for kind, metrics in enumerate(found) if jax.tree.leaves(metrics)]

@@ -19,12 +19,10 @@ WIDEST = 128  # head_dim; only Hopper and later have 256, which is not known wit
 
 @dataclass(frozen=True)
 class CuDNN:
-    """cuDNN's attention with a causal mask, by `jax.nn.dot_product_attention`.
+    """cuDNN's attention with a causal mask, by `jax.nn.dot_product_attention`."""
 
-    Packed sequences are refused: what cuDNN takes is the offset of each segment, a layout of its
-    own, and a mask as an array would be quadratic in the sequence.
-    """
-
+    # Packed sequences are refused: what cuDNN takes is the offset of each segment, a layout of its
+    # own, and a mask as an array would be quadratic in the sequence.
     window: int | None = None
 
     def __call__(

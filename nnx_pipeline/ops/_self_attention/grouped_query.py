@@ -33,10 +33,7 @@ def query_initializer(
 
 
 class QueryKey(NamedTuple):
-    """What query and key go through between their projections and their scores.
-
-    The norms are of each head; `rotate` takes heads `[batch, seq, heads, head_dim]` and positions.
-    """
+    """Rotary embedding of heads, `[batch, seq, heads, head_dim]`, positions, after their norms."""
 
     rotate: Callable[[Array, Array], Array]
     query_norm: Callable[[Array], Array] | None = None
@@ -44,11 +41,6 @@ class QueryKey(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to the result of each projection, as it is stored; None adds nothing.
-
-    GPT-OSS has `out`, and Qwen2 does not.
-    """
-
     query: Float[Array, "heads head_dim"] | None = None
     key: Float[Array, "kv_heads head_dim"] | None = None
     value: Float[Array, "kv_heads head_dim"] | None = None

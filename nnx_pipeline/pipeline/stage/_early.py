@@ -29,10 +29,9 @@ from nnx_pipeline.sharding.layout import (
 class EarlyLayers:
     """Runs `number` layers before those of a pipeline, on all devices at once.
 
-    Before the pipeline a batch is spread over the stages, each of which has some of its
-    microbatches. These layers work on it where it lies, on one microbatch of each stage at a time,
-    with weights that every stage has. What 1F1B puts into its loop is one microbatch, for which all
-    stages compute the same.
+    They work on a batch that is spread over the stages where it lies, on one microbatch of each
+    stage at a time, with weights that every stage has. What 1F1B puts into its loop is one
+    microbatch, for which all stages compute the same.
     """
 
     number: int
@@ -55,11 +54,9 @@ class EarlyLayers:
         return jax.tree.map(stacked, made, is_leaf=is_variable)
 
     def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
-        """All layers applied to a batch or one microbatch; its first axes are as of `Batches.axes`.
-
-        Caches, `[layers, batch, …]` or `[layers, microbatches, batch, …]`, hold what the call
-        before left, and what the next one reads.
-        """
+        """All layers applied to a batch or a microbatch; first axes are as of `Batches.axes`."""
+        # Caches `[layers, batch, …]` or `[layers, microbatches, batch, …]` hold what the call
+        # before left.
         plain = tuple(axis for axis in axes if axis != "copy")
         caches = _caches(layers)
 

@@ -24,14 +24,12 @@ class ByRepeat:
 
 
 def split_repeats(params: PyTree) -> PyTree:
-    """Parameters `[repeats, stages, …]` as a loop adds to them: `ByRepeat` for one or two repeats.
-
-    Of repeats in separate arrays a visit selects its weights by a `where`, and its gradient is
-    added in place to arrays of their own. With more repeats it reads a slice of one array, because
-    a `where` would read all repeats at each visit. For `mixtral-small` on a TPU v5p (libtpu
-    0.0.42.1), 2 repeats apart and as one array: temp 243 and 276 MB, 20.0 and 19.6 ms of compute,
-    the peak is the same; 4 repeats: temp 378 and 335 MB, peak 453 and 416 MB, 35.3 and 33.8 ms.
-    """
+    """Parameters `[repeats, stages, …]` as a loop adds to them: up to two repeats `ByRepeat`."""
+    # Of repeats in separate arrays a visit selects its weights by a `where`, and its gradient is
+    # added in place to arrays of their own. With more repeats it reads a slice of one array,
+    # because a `where` would read all. For `mixtral-small` on a TPU v5p (libtpu 0.0.42.1), 2
+    # repeats apart and as one array: temp 243 and 276 MB, 20.0 and 19.6 ms of compute, the peak is
+    # the same; 4 repeats: temp 378 and 335 MB, peak 453 and 416 MB, 35.3 and 33.8 ms.
     leaves = jax.tree.leaves(params)
     repeats = leaves[0].shape[0] if leaves else 1  # integers alone have a gradient without arrays
     if repeats > APART:
@@ -51,14 +49,11 @@ class ReadWhole:
 
 
 def split_to_read(params: PyTree, *, cast_at_use: bool) -> PyTree:
-    """Parameters `[repeats, stages, …]` as a loop reads them: apart, or one array of two repeats.
-
-    Two repeats apart take a copy. The compiler makes it in the dtype to which all layers cast,
-    unless layers `cast_at_use`: then it would be as large as the parameters, and a slice of the
-    array that is there needs none. With `mixtral-small`, `model.experts=grouped` and
-    `model.attention=flash` (2 repeats, TPU v5p, libtpu 0.0.42.1) copies in bfloat16 are 27 MB and
-    those in float32 50.
-    """
+    """Parameters `[repeats, stages, …]` as a loop reads them: apart, or one array of two."""
+    # Two repeats apart take a copy. The compiler makes it in the dtype to which all layers cast,
+    # unless layers `cast_at_use`: then a slice of the array that is there needs none. With
+    # `mixtral-small`, `model.experts=grouped` and `model.attention=flash` (2 repeats, TPU v5p,
+    # libtpu 0.0.42.1) copies in bfloat16 are 27 MB and those in float32 50.
     split = split_repeats(params)
     if not (cast_at_use and isinstance(split, ByRepeat) and len(split.trees) > 1):
         return split

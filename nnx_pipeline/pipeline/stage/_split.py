@@ -16,13 +16,10 @@ from nnx_pipeline.sharding.layout import P, is_explicit
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the sequences of a layer's call are cut into parts.
+    """How each device cuts the sequences of a layer's call into parts."""
 
-    Each device cuts its own. No part waits for another: while one waits for a collective, such as
-    the all-to-all of experts, another computes. Side inputs called `whole` have no axis of the
-    batch.
-    """
-
+    # No part waits for another: while one waits for a collective, such as the all-to-all of
+    # experts, another computes.
     parts: int
     devices: int
     whole: frozenset[str]

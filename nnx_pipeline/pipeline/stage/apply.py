@@ -87,12 +87,9 @@ def _each_stage(
     *,
     stage_axes: tuple[int, ...],
 ) -> PyTree:
-    """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent.
-
-    The function gets an index `[1]` and leaves without the axis of stages, one of each tree; its
-    result has an axis of stages of length 1. `stage_axes` has the position of that axis for each
-    tree.
-    """
+    """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent."""
+    # It gets an index `[1]` and leaves without the axis of stages, which is at `stage_axes` in each
+    # tree; its result has an axis of stages of length 1.
     columns = [jax.tree.leaves(tree) for tree in trees]
     index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
 
@@ -183,13 +180,11 @@ SHARED, COPIES = ("data", "fsdp", "expert"), ("tensor", "context")
 
 
 def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a stage, with an InputError where it has a convolution that goes wrong.
-
-    A convolution that is mapped over stages becomes one with groups. Where the batch is sharded too
-    and a further mesh axis holds copies, XLA adds the gradient of the kernel up over these copies
-    as well (jaxlib 0.10.2 and 0.12.0.1 on the CPU; `tests/pipeline/test_convolutions.py` shows it
-    without this package). On meshes with explicit axes JAX itself refuses such a convolution.
-    """
+    """The function of a stage, with an InputError where it has a convolution that goes wrong."""
+    # A convolution that is mapped over stages becomes one with groups. Where the batch is sharded
+    # too and a further mesh axis holds copies, XLA adds the gradient of the kernel up over these
+    # copies as well (jaxlib 0.10.2 and 0.12.0.1 on the CPU; see
+    # tests/pipeline/test_convolutions.py). On meshes with explicit axes JAX itself refuses it.
     sizes = mesh_sizes()
     shared, copies = (_wide(axes, sizes) for axes in (SHARED, COPIES))
     if sizes.get("stage", 1) == 1 or not shared or not copies or is_explicit():

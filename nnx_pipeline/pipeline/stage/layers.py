@@ -42,10 +42,7 @@ UNROLLED = 4
 
 @dataclass(frozen=True)
 class LayersInTurn:
-    """Applies `number` layers one after the other, of `kinds` kinds that take turns.
-
-    With `in_ticks` a tick of a loop applies them, which has a checkpoint of its own.
-    """
+    """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick."""
 
     number: int
     kinds: int
@@ -250,11 +247,7 @@ def call_layer(
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The function of a stage: applies its layers to one microbatch, once per copy of the weights.
-
-    With an axis of copies in `layout` weights and x have one. Side inputs `shared` have no axis of
-    the batch.
-    """
+    """The function of a stage: applies its layers to a microbatch, once per copy of the weights."""
 
     stack: Stack
     in_turn: LayersInTurn

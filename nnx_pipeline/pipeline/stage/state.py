@@ -65,10 +65,7 @@ class At(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """The state of all layers in a loop, `[repeats, stages, …]`; it may have no arrays.
-
-    What is `PerMicrobatch` is `[repeats · microbatches, stages, …]` here.
-    """
+    """The state of all layers; `PerMicrobatch` is `[repeats · microbatches, stages, …]`."""
 
     now: PyTree
     first: PyTree  # as it was before the loop, without what is `PerMicrobatch`
