@@ -26,17 +26,19 @@ Entry = str | tuple[str, ...] | None
 
 def place_stacked(tree: PyTree) -> PyTree:
     """Moves parameters `[repeats, stages, …]`: only the second axis is sharded over `stage`."""
-    return _each(tree, "a parameter", lambda spec: [None, stage_axis(), *_off_stages(spec[2:])])
+    return _each(
+        tree, "a parameter", lambda spec: [None, stage_axis(), *map(_without_stage, spec[2:])]
+    )
 
 
 def place_microbatches(tree: PyTree) -> PyTree:
     """Moves activations `[microbatches, …]`: only the first axis is sharded over `stage`."""
-    return _each(tree, "a microbatch", lambda spec: [stage_axis(), *_off_stages(spec[1:])])
+    return _each(tree, "a microbatch", lambda spec: [stage_axis(), *map(_without_stage, spec[1:])])
 
 
 def place_on_every_stage(tree: PyTree) -> PyTree:
     """Moves inputs `[microbatches, …]` so that every stage holds all microbatches."""
-    return _each(tree, "an input", lambda spec: [None, *_off_stages(spec[1:])])
+    return _each(tree, "an input", lambda spec: [None, *map(_without_stage, spec[1:])])
 
 
 def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
@@ -169,10 +171,6 @@ def batch_of(x: PyTree) -> int:
             "batch"
         )
     return int(sizes[0])
-
-
-def _off_stages(spec: list[Entry]) -> list[Entry]:
-    return [_without_stage(entry) for entry in spec]
 
 
 def _without_stage(entry: Entry) -> Entry:

@@ -177,7 +177,6 @@ class Runner:
         )
 
     def split(self, shared: Side) -> BatchSplit | None:
-        """How the layers cut the batch of a call into parts."""
         if self.config.batch_split == 1:
             return None
         devices = self.layout.size("batch")
@@ -191,9 +190,8 @@ class Runner:
     def _stage(self, shared: Side) -> StageLayers:
         layout = self.layout.gathered(gathered_axes(self.config))
         microbatches = 1 if self.in_microbatches else self.batches.microbatches
-        return StageLayers(
-            self.stack, self._in_turn, layout, self.split(shared), shared, microbatches
-        )
+        split = self.split(shared)
+        return StageLayers(self.stack, self._in_turn, layout, split, shared, microbatches)
 
     @property
     def _in_turn(self) -> LayersInTurn:

@@ -128,12 +128,8 @@ class FsdpGather:
         return tuple(P(*spec[:2], self._kept(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-        found = []
-        for axis, entry in enumerate(spec):
-            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if set(names) & set(self.over):
-                found.append((axis, names))
-        return found
+        each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        return [(axis, names) for axis, names in enumerate(each) if set(names) & set(self.over)]
 
     @property
     def _copy_specs(self) -> tuple[P, ...]:

@@ -262,10 +262,8 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    def one(metric: Declared) -> Declared:
-        how = _REDUCTIONS.get(type(metric), jnp.mean)
-        folded: Declared = jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
-        return folded
+    def one(metric: Declared) -> Any:
+        return jax.tree.map(partial(_REDUCTIONS.get(type(metric), jnp.mean), axis=axis), metric)
 
     return _map(one, metrics)
 

@@ -196,22 +196,17 @@ def _fill(axes: "Axes", schedule: Schedule) -> None:
             linewidth=0.6,
         )
         for bar in bars:
-            if size is None:
-                _number_bar(axes, bar, top + height / 2, cell)
-            else:
-                _number_cells(axes, bar, top + height / 2, size)
+            _number(axes, bar, top + height / 2, cell, size)
     if size is not None:
         inner = [tick + 0.5 for tick in range(schedule.ticks - 1)]
         axes.vlines(inner, -0.5, schedule.stages - 0.5, colors="white", linewidth=0.8)
 
 
-def _number_cells(axes: "Axes", bar: _Bar, y: float, size: float) -> None:
-    for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
-        _write(axes, bar.colour, tick, y, str(microbatch), size)
-
-
-def _number_bar(axes: "Axes", bar: _Bar, y: float, cell: _Size) -> None:
-    if not bar.microbatches:
+def _number(axes: "Axes", bar: _Bar, y: float, cell: _Size, size: float | None) -> None:
+    if size is not None:
+        for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
+            _write(axes, bar.colour, tick, y, str(microbatch), size)
+    if size is not None or not bar.microbatches:
         return
     text = span(bar.microbatches)
     # A space on either side keeps the numbers of neighbouring bars apart.

@@ -1,7 +1,8 @@
 """Draws the timetable of a schedule as text."""
 
+import functools
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,10 +87,11 @@ class Timetable:
         columns = list(_with_borders(_shown(schedule.ticks, min(room, self.most)), schedule))
         table = _table("stage", columns)
         if parts:
-            table.add_row("phase", *(_phase_of(column, parts) for column in columns))
+            signs = {tick: sign for _, sign, ticks in parts for tick in ticks}
+            table.add_row("phase", *_each(columns, lambda tick: Text(signs[tick], style="dim")))
         for stage in range(schedule.stages):
             for index, lane in enumerate(kinds):
-                cells = [_cell(schedule, lane, column, stage) for column in columns]
+                cells = _each(columns, functools.partial(_cell, schedule, lane, stage))
                 table.add_row("" if index else str(stage), *cells)
         yield table
 
@@ -147,16 +149,19 @@ class ActionsTable:
         columns = _shown(steps, _room(width, steps, len(longest)))
         table = _table("rank", columns)
         for rank, cells in enumerate(self.actions.cells()):
-            table.add_row(str(rank), *(_action(cells, column) for column in columns))
+            table.add_row(str(rank), *_each(columns, functools.partial(_action, cells)))
         yield table
 
 
-def _action(cells: list[str], column: int | str) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    letter = cells[column].strip(string.digits)
+def _each(columns: Sequence[int | str], cell: Callable[[int], Text]) -> list[Text]:
+    """The cells of a row, with borders and dots as they are."""
+    return [Text(at, style="dim") if isinstance(at, str) else cell(at) for at in columns]
+
+
+def _action(cells: list[str], step: int) -> Text:
+    letter = cells[step].strip(string.digits)
     style = _LANE_COLOURS.get(letter, "magenta") if letter else "dim"
-    return Text(cells[column] or "·", style=style)
+    return Text(cells[step] or "·", style=style)
 
 
 _BORDER, _LEFT_OUT = "│", "…"
@@ -178,22 +183,14 @@ def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int 
         yield column
 
 
-def _phase_of(column: int | str, parts: list[tuple[str, str, range]]) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    return Text(next(sign for _, sign, ticks in parts if column in ticks), style="dim")
-
-
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _LANE_COLOURS = {"F": "cyan", "B": "yellow"}
 
 
-def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    if column not in lane.ticks:
+def _cell(schedule: Schedule, lane: Lane, stage: int, tick: int) -> Text:
+    if tick not in lane.ticks:
         return Text("")
-    work = lane.visits.at(column, stage)
+    work = lane.visits.at(tick, stage)
     if work is None:
         return Text("·", style="dim")
     colour = _LANE_COLOURS.get(lane.sign) or _COLOURS[work.repeat % len(_COLOURS)]

@@ -44,8 +44,8 @@ class Accumulate:
     ) -> tuple[Moving, PyTree]:
         """What moves, `[stages, slots, …]` and state, after the last tick, and all metrics."""
 
-        def call(look: Callable[..., Any]) -> None:
-            _visit_once(self._tick(look), params, moving, side)
+        def call(look: Callable[..., Any]) -> None:  # with the types that the ticks have
+            jax.eval_shape(functools.partial(_first_visit, self._tick(look)), params, moving, side)
 
         # What the stage function closes over becomes an input of the loop: JAX does not
         # differentiate a `custom_vjp` function with respect to arrays that it closes over.
@@ -68,19 +68,16 @@ class Accumulate:
         return TwoWayTick(self.loop, own)
 
 
-def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) -> None:
-    """Calls the visit with the types that it gets in the ticks; nothing is computed."""
-
-    def once(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
-        gathered = tick.visit.fsdp_gather.gather(params)
-        split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
-        now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
-        reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
-        stream, state = moving
-        x = slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now))
-        return tick.visit.apply(reads, x)
-
-    jax.eval_shape(once, params, moving, side)
+def _first_visit(
+    tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree
+) -> tuple[Moving, PyTree]:
+    gathered = tick.visit.fsdp_gather.gather(params)
+    split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
+    now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
+    reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
+    stream, state = moving
+    x = slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now))
+    return tick.visit.apply(reads, x)
 
 
 AllTicks = WholeLoop | PrefetchLoop
@@ -120,8 +117,10 @@ def _run_backward(
     d_metrics = jax.tree.map(
         lambda leaf: None if is_symbolic_zero(leaf) else leaf, d_metrics, is_leaf=is_symbolic_zero
     )
-    needed = jax.tree.unflatten(jax.tree.structure((params, others)), needed.leaves)
-    ticks = dataclasses.replace(ticks, tick=ticks.tick.of_needed(needed))
+    of_params, of_others = jax.tree.unflatten(jax.tree.structure((params, others)), needed.leaves)
+    visits = dataclasses.replace(ticks.tick.visit, needed=of_params)
+    tick = dataclasses.replace(ticks.tick, visit=visits, needed=of_others)
+    ticks = dataclasses.replace(ticks, tick=tick)
     last = ticks.tick.no_cotangents(d_stream, others)
     d_params, first = ticks.backward(params, others, (saved, d_metrics), last)
     d_others = as_cotangents(first.others, others)

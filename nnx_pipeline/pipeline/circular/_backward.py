@@ -44,10 +44,6 @@ class TwoWayTick:
     visit: Visit
     needed: Others | None = None
 
-    def of_needed(self, needed: tuple[PyTree, Others]) -> "TwoWayTick":
-        own = dataclasses.replace(self.visit, needed=needed[0])
-        return dataclasses.replace(self, visit=own, needed=needed[1])
-
     def forward(
         self,
         weights_at: WeightsAt,

@@ -14,7 +14,6 @@ once more. After `change` the gradient of r + 1 is complete, and is scattered du
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,7 +80,7 @@ class PrefetchLoop:
         plan = _cut(schedule, circular_plan(schedule))
         # The residuals of every tick, and the cotangents of its metrics.
         at_ticks = _Pieces(*zip(saved[0], _cut(schedule, saved[1]), strict=True))
-        run = self._run_backward(others)
+        run = functools.partial(self._back, others)
 
         def zeros(gathered: PyTree) -> PyTree:
             # One repeat of the parameters, for the dtypes of the accumulators.
@@ -112,29 +111,25 @@ class PrefetchLoop:
         d_params = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), d_first, d_later)
         return d_params, cotangents
 
-    def _run_backward(self, others: Others) -> Callable[..., tuple[Cotangents, tuple[PyTree, ...]]]:
+    def _back(
+        self,
+        others: Others,
+        cotangents: Cotangents,
+        totals: tuple[PyTree, ...],
+        plan: CircularPlan,
+        residuals: PyTree,
+        *weights: PyTree,
+    ) -> tuple[Cotangents, tuple[PyTree, ...]]:
         """Goes back through ticks, with one or two repeats of weights and gradients."""
+        weights_at = functools.partial(_stage_weights, weights)
 
-        def run(
-            cotangents: Cotangents,
-            totals: tuple[PyTree, ...],
-            plan: CircularPlan,
-            residuals: PyTree,
-            *weights: PyTree,
-        ) -> tuple[Cotangents, tuple[PyTree, ...]]:
-            weights_at = functools.partial(_stage_weights, weights)
+        def step(state: Any, at: tuple[CircularPlan, PyTree]) -> tuple[Any, None]:
+            cotangents, totals = state
+            cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
+            return (cotangents, _collect(totals, d_weights, at[0])), None
 
-            def step(state: Any, at: tuple[CircularPlan, PyTree]) -> tuple[Any, None]:
-                cotangents, totals = state
-                cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
-                return (cotangents, _collect(totals, d_weights, at[0])), None
-
-            (cotangents, totals), _ = jax.lax.scan(
-                step, (cotangents, totals), (plan, residuals), reverse=True
-            )
-            return cotangents, totals
-
-        return run
+        state, _ = jax.lax.scan(step, (cotangents, totals), (plan, residuals), reverse=True)
+        return state
 
     def _gather(self, params: PyTree, repeat: Array) -> PyTree:
         stored = jax.tree.map(

@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jax.extend.core import ClosedJaxpr, Literal
+from jaxtyping import Array, PyTree
 
+from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
-from nnx_pipeline.pipeline.one_f_one_b import _lift as lifts
+from nnx_pipeline.pipeline.metrics import counts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
 from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForwardOneBackwardTick
@@ -26,6 +29,10 @@ from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
 from nnx_pipeline.sharding import _gradients as grads
 from nnx_pipeline.sharding._cast import of_slices
+
+# the loss, and its two parts: the loss of `leave`, and the metrics
+Total = tuple[Array, tuple[Array, PyTree]]
+Lift = float | Array | None
 
 
 def run_one_f_one_b(
@@ -90,7 +97,7 @@ def run_one_f_one_b(
     weights = weights._replace(stages=stages).placed()
     inputs = entry.place_on_every_stage(inputs)
     layers = hold_state(entry.place_stacked(state), schedule)
-    lift = lifts.checked_lift(functions.lift)
+    lift = checked_lift(functions.lift)
     metric_weights = metric_weights_of(functions, lift)
 
     def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
@@ -109,14 +116,14 @@ def run_one_f_one_b(
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
     stage = checks.checked(apply_stage, has_state=state is not None)
-    ends = checks.checked_enter(enter), lifts.lifted(checks.checked_leave(leave), lift)
+    ends = checks.checked_enter(enter), lifted(checks.checked_leave(leave), lift)
     own, captured, traced = hoist((ends[0], stage, ends[1]), call)
     loop = dataclasses.replace(
         make_loop(own[0], checkpoint(own[1]), own[2]),
-        unlifted=lift is None and any(map(lifts.computes_in_float16, traced)),
+        unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
     total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
-    total = lifts.without_lift(total, lift)
+    total = without_lift(total, lift)
     return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
@@ -142,8 +149,8 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
     return functions.enter, functions.apply_stage, functions.leave
 
 
-def metric_weights_of(functions: ModelFunctions, lift: lifts.Lift) -> PyTree:
-    return lifts.lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
+def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
+    return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
 def _metric_weight(weight: Any) -> Any:
@@ -195,14 +202,14 @@ class AnyLoop(Protocol):
     ) -> Any:
         """The state after the last tick, with `gradients` and `layers`."""
 
-    def total(self, state: Any) -> lifts.Total:
+    def total(self, state: Any) -> Total:
         """The loss and its two parts."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_loop(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[lifts.Total, PyTree]:
+) -> tuple[Total, PyTree]:
     """The loss with its parts, and the state; gradients are computed in the same ticks."""
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
@@ -210,9 +217,9 @@ def by_loop(
 
 def _run_forward(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[tuple[lifts.Total, PyTree], Any]:
+) -> tuple[tuple[Total, PyTree], Any]:
     if loop.unlifted:
-        lifts.refuse_unlifted()
+        refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
         needed = grads.asked_of(inputs)
         loop = dataclasses.replace(
@@ -240,9 +247,8 @@ def _run_forward(
 def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeights, Inputs, PyTree]:
     weights, inputs, layers, gradients = saved
     (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
-    if not all(
-        map(grads.is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=grads.is_symbolic_zero))
-    ):
+    leaves = jax.tree.leaves(d_parts, is_leaf=grads.is_symbolic_zero)
+    if not all(map(grads.is_symbolic_zero, leaves)):
         raise InputError(
             "the 1F1B schedule was asked for the gradient of a part of its loss, but it computes "
             "the gradient of the whole loss only; differentiate that, with metric_weights for the "
@@ -262,3 +268,59 @@ def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeigh
 
 
 by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+# A loop that computes gradients along with the loss does so before a loss scale multiplies it. By
+# then gradients in float16 have vanished, unless the loss was multiplied by a lift.
+
+
+def checked_lift(lift: Any) -> Lift:
+    """The lift, of which there is no derivative; raises InputError unless it is above 0."""
+    is_number = isinstance(lift, int | float | np.number | np.ndarray | jax.Array)
+    if lift is not None and (not is_number or isinstance(lift, bool) or jnp.shape(lift)):
+        raise InputError(f"lift={lift!r} is not a number; give a power of two, such as 2.0**12")
+    if isinstance(lift, jax.core.Tracer):
+        return jax.lax.stop_gradient(lift)
+    if lift is not None and not 0 < float(np.asarray(lift)) < math.inf:
+        raise InputError(f"lift={lift} is not above 0 and finite; give one such as 2.0**12")
+    return lift
+
+
+def lifted(leave: Callable[..., Array], lift: Lift) -> Callable[..., Array]:
+    if lift is None:
+        return leave
+    return functools.wraps(leave)(lambda *given: leave(*given) * lift)
+
+
+def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
+    if lift is None:
+        return metric_weights
+    return jax.tree.map(lambda weight: weight * lift if counts(weight) else weight, metric_weights)
+
+
+def without_lift(total: Total, lift: Lift) -> Total:
+    if lift is None:
+        return total
+    loss, (own, metrics) = total
+    return loss / lift, (own / lift, metrics)
+
+
+def computes_in_float16(program: ClosedJaxpr) -> bool:
+    """Whether a program reads arrays in float16, or makes them of others, at any depth."""
+    read = [*program.jaxpr.invars, *program.jaxpr.constvars]
+    made = [
+        variable
+        for equation in equations_of(program)
+        if not all(isinstance(given, Literal) for given in equation.invars)  # else a constant
+        for variable in equation.outvars
+    ]
+    return any(getattr(each.aval, "dtype", None) == jnp.float16 for each in (*read, *made))
+
+
+def refuse_unlifted() -> None:
+    raise InputError(
+        "a gradient was asked for of functions that compute in float16; the loop computes it "
+        "before it is known by what the loss is multiplied, so that small gradients vanish and a "
+        "loss scale comes too late; set `lift` of ModelEnds or ModelFunctions, such as 2.0**12 "
+        "(1.0 where `leave` scales its loss), or compute in bfloat16 or float32"
+    )

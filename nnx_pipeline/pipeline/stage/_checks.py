@@ -212,7 +212,11 @@ def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
 def check_same(layer: nnx.Module, another: nnx.Module) -> None:
     """Raises InputError if a function made two layers that differ in more than their values."""
     # It is called once for all layers of a kind, so that all would be like the first one.
-    one, other = _described(layer), _described(another)
+    one, other = (
+        {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(each)}
+        | plain_attributes(each)
+        for each in (layer, another)
+    )
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise InputError(
@@ -221,11 +225,6 @@ def check_same(layer: nnx.Module, another: nnx.Module) -> None:
                 "call; give a list with a function for each kind of layer, or let the layer's call "
                 "take `place`"
             )
-
-
-def _described(layer: nnx.Module) -> dict[str, str]:
-    types = {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(layer)}
-    return types | plain_attributes(layer)
 
 
 def check_attributes(before: dict[str, str], layer: Any) -> None:

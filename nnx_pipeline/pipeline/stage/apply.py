@@ -1,7 +1,7 @@
 """Applies stages, all at once along the mesh or one after the other as a plain model does."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -186,7 +186,9 @@ def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
     # copies as well (jaxlib 0.10.2 and 0.12.0.1 on the CPU; see
     # tests/pipeline/test_convolutions.py). On meshes with explicit axes JAX itself refuses it.
     sizes = mesh_sizes()
-    shared, copies = (_wide(axes, sizes) for axes in (SHARED, COPIES))
+    shared, copies = (
+        " and ".join(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in (SHARED, COPIES)
+    )
     if sizes.get("stage", 1) == 1 or not shared or not copies or is_explicit():
         return apply_stage
 
@@ -202,10 +204,6 @@ def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
         return apply_stage(*args)
 
     return checked
-
-
-def _wide(axes: tuple[str, ...], sizes: Mapping[str, int]) -> str:
-    return " and ".join(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 
 def _has_convolution(program: Any) -> bool:

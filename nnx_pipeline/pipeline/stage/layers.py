@@ -223,10 +223,8 @@ def call_layer(
     own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
         own["place"] = LayerPlace.of(number, stack)
-    layer, everything = (
-        gathered_for_use(join_state(layer, without_gradient(state))),
-        {**side, **own},
-    )
+    layer = gathered_for_use(join_state(layer, without_gradient(state)))
+    everything = {**side, **own}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
