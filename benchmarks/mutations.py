@@ -89,13 +89,13 @@ MUTATIONS = (
         "test_pipeline test_one_f_one_b",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_prefetch.py",
+        "nnx_pipeline/pipeline/circular/_backward.py",
         "self._gather(params, repeat + 1)",
         "self._gather(params, repeat)",
         "test_model test_option_pairs",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_prefetch.py",
+        "nnx_pipeline/pipeline/circular/_backward.py",
         "return now.repeat == now.repeat[0]",
         "return now.repeat != now.repeat[0]",
         "test_model test_option_pairs",

@@ -211,7 +211,6 @@ class ExpertProducts:
         return jnp.sum(total, axis=(0, 1))
 
     def _split(self, kernel: Array, embed_axis: int) -> Array:
-        """One kernel as `split` returns it."""
         owners, parts = self.layout.size("expert"), self.layout.size("mlp")
         kernel = jnp.moveaxis(kernel, embed_axis, 0)
         embed, experts, mlp = kernel.shape

@@ -71,19 +71,17 @@ def chunked_cross_entropy(
     computed in the dtype of `hidden`, everything after it in float32.
 
     The chunks are computed one after the other. Each device computes the logits of its own columns
-    of the vocabulary, for the tokens of all devices that hold the other columns: a chunk of
-    activations is sent, not the kernel. Where the kernel's rows are sharded too (over fsdp), it is
-    either gathered, or its row shards are exchanged for column shards, whichever sends fewer bytes
-    (`_tokens_travel`). They are always exchanged over mesh axes that shard its rows because its
-    columns do not split over them (`Layout.for_vocabulary`); for that it gets columns of zeros.
+    of the vocabulary, for the tokens of all devices that hold the other columns. Where the kernel's
+    rows are sharded too (over fsdp), it is either gathered, or its row shards are exchanged for
+    column shards, whichever sends fewer bytes. They are always exchanged over mesh axes that shard
+    its rows because its columns do not split over them (`Layout.for_vocabulary`); for that it gets
+    columns of zeros.
 
-    If the gradient is asked for, the forward pass computes it along with the loss (a scalar, so
-    that its gradient is known up to a factor), and no logits are computed twice. The largest array
-    kept is the float32 gradient of this device's columns. With hidden states in float16 the weights
-    are lifted for that (`lift_of`).
-
-    Gradients have the shardings and dtypes of their arguments; with respect to the weights of the
-    targets there is none.
+    If the gradient is asked for, the forward pass computes it along with the loss, and no logits
+    are computed twice. The largest array kept is the float32 gradient of this device's columns.
+    With hidden states in float16 the weights are lifted for that (`lift_of`). Gradients have the
+    shardings and dtypes of their arguments; with respect to the weights of the targets there is
+    none.
     """
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
     columns = kernel.shape[1] if options.columns is None else options.columns

@@ -42,7 +42,6 @@ def product_of(config: ModelConfig) -> Product:
 
 
 def check_package(config: ModelConfig) -> None:
-    """Raises InputError if the products of a model need Qwix, and it is not installed."""
     if config.quantization is not None and importlib.util.find_spec("qwix") is None:
         raise InputError(
             f"model.quantization={config.quantization!r} needs Qwix, which is not installed; "

@@ -47,7 +47,7 @@ def routed_experts(
     """Sends each token through the experts that the router chooses, and reports their usage.
 
     `x` and the result are sharded by ("batch", None, None); the router works in the dtype of `x`.
-    `real` is False for padding, which takes no room of an expert and does not count in the usage.
+    Padding, where `real` is False, takes no room of an expert and does not count.
     """
     routing, mix = Routing.of(config), mix_of(config)
     kernel = gather_weight(

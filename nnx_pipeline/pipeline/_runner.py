@@ -59,8 +59,8 @@ class Runner:
     ) -> tuple[Any, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
-        - `layers`: the stacked layers, as `split_state` gives them. What the layers leave of their
-          state, if they have any, is returned last.
+        - `layers`: as `split_state` gives them. What they leave of their state, if any, is returned
+          last.
         - `x`: laid out by `batches.arrange`, as the result is.
         - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments.
         - `keys`: for dropout, as `sharding.dropout.sequence_keys` makes them; None leaves it out.

@@ -29,7 +29,6 @@ class Stack:
 
     @property
     def visits(self) -> int:
-        """How many visits a microbatch makes."""
         return self.repeats * self.stages
 
     @property

@@ -48,7 +48,6 @@ class StackedLayers:
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
 
     def copies_of_one(self, layer: Any) -> Any:
-        """The weights of one layer with an axis of copies before."""
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
     def kinds(self, layers: Any, layout: Layout | None = None) -> list[Any]:
@@ -119,7 +118,6 @@ class StackedLayers:
 
 
 def check_layer_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int) -> None:
-    """Raises InputError for layers with state that depends on the mesh, or runs in copies."""
     if not isinstance(layers, WithState):
         return
     if config.batch_split > 1:

@@ -39,12 +39,11 @@ class ModelEnds:
 class ModelFunctions:
     """The functions of a whole model, which share no state but may close over the same arrays.
 
-    - `enter`, `leave`: as of `ModelEnds`.
+    - `enter`, `leave`, `lift`: as of `ModelEnds`.
     - `apply_stage`: as for `run_pipeline`, or, for `run_timetable` alone, a list with one such
       function for each stage. All take and give the same activations and metrics.
     - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
       pytree of numbers like the metrics. A metric with None or 0 is not differentiated.
-    - `lift`: as of `ModelEnds`.
     """
 
     enter: Enter

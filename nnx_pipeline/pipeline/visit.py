@@ -73,7 +73,6 @@ class Visit:
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:
-        """The accumulators of the gradients of `[repeats, stages, …]`, as `add` takes them."""
         return repeats.split_repeats(self.only(self.fsdp_gather.zeros(params, self.grad_dtype)))
 
     def add(self, totals: PyTree, d_weights: PyTree, repeat: Array) -> PyTree:
@@ -85,7 +84,6 @@ class Visit:
         return self.fsdp_gather.scatter_gradients(repeats.join_repeats(totals), params)
 
     def only(self, gradients: PyTree) -> PyTree:
-        """The gradients that are asked for, and None for the others."""
         return gradients if self.needed is None else only(self.needed, gradients)
 
 

@@ -2,10 +2,9 @@
 
 The softmax over the keys of a query is made up from tile to tile, by the largest score so far
 (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022,
-"FlashAttention"). All functions are of what one device holds, in grouped heads: queries and results
-`[batch, seq, kv_heads, queries per key, head_dim]`, keys and values `[batch, seq, kv_heads,
-head_dim]`, and scores `[batch, kv_heads, queries, queries per key, keys]`. Values and results may
-have a width of their own.
+"FlashAttention"). All functions are of what one device holds: queries and results `[batch, seq,
+kv_heads, queries per key, head_dim]`, keys and values `[batch, seq, kv_heads, head_dim]`, scores
+`[batch, kv_heads, queries, queries per key, keys]`.
 """
 
 import functools

@@ -118,7 +118,6 @@ def _on_devices(
     grouped: P,
     whole: Sequence[Array] = (),
 ) -> Array:
-    """Each device computes its own sequences and heads."""
     # `arrays` are query in groups, key, value and segment ids; every device has those of `whole`
     # whole. `kernel` gets no segment ids where there are none.
     keys = P(*grouped[:3], None)

@@ -26,15 +26,14 @@ class How(NamedTuple):
 class Order(NamedTuple):
     """Where each choice of a token lies when all choices are sorted by their expert.
 
-    A choice is a token and one of its experts; choice c belongs to token c // chosen. The rows of
-    an expert are consecutive, and the first expert comes first. Rows after the last expert may be
-    anything: choices of experts on other devices, and rows that fill up a tile. `choices` are those
-    of each row, and `places` the row of each choice; each expert of this device has `sizes` rows.
+    Choice c belongs to token c // chosen. The rows of an expert are consecutive, and the first
+    expert comes first. Rows after the last expert may be anything: choices of experts on other
+    devices, and rows that fill up a tile.
     """
 
-    choices: Int[Array, "rows"]
-    places: Int[Array, "tokens chosen"]
-    sizes: Int[Array, "experts"]
+    choices: Int[Array, "rows"]  # of each row
+    places: Int[Array, "tokens chosen"]  # the row of each choice
+    sizes: Int[Array, "experts"]  # the rows of each expert of this device
 
     @property
     def used(self) -> Int[Array, ""]:

@@ -248,19 +248,15 @@ def _actions(visits: Visits, kind: int, stages: int) -> np.ndarray:
 
 def read_csv(text: str) -> Actions:
     """The actions of a CSV file with a line per rank; shorter lines end in idle steps."""
-    lines = _lines(text)
+    try:
+        lines = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise InputError(f"the timetable is not CSV: {error}; separate cells by commas") from error
     table = np.zeros((len(lines), max(map(len, lines), default=0), 3), np.int32)
     for rank, cells in enumerate(lines):
         if cells:
             table[rank, : len(cells)] = [_parsed(cell, rank + 1) for cell in cells]
     return Actions(*np.moveaxis(table, -1, 0))
-
-
-def _lines(text: str) -> list[list[str]]:
-    try:
-        return list(csv.reader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise InputError(f"the timetable is not CSV: {error}; separate cells by commas") from error
 
 
 def _parsed(cell: str, line: int) -> tuple[int, int, int]:

@@ -70,9 +70,9 @@ def summary(schedule: Schedule) -> str:
 class Timetable:
     """A table to print, with a row per stage and a column per tick, at most `most` of them.
 
-    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
-    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
-    dot is a bubble. Where there are more ticks than fit, the first and the last ones are shown.
+    A cell has the number of the microbatch, and its repeat as a colour and a letter: `3b` is
+    microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
+    dot is a bubble.
     """
 
     schedule: Schedule

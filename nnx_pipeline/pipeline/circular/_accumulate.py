@@ -17,8 +17,7 @@ from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline._exchange import slot
-from nnx_pipeline.pipeline.circular._backward import Others, TwoWayTick, WholeLoop
-from nnx_pipeline.pipeline.circular._prefetch import PrefetchLoop
+from nnx_pipeline.pipeline.circular._backward import Others, PrefetchLoop, TwoWayTick, WholeLoop
 from nnx_pipeline.pipeline.circular._tick import CircularLoop
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage import _repeats as repeats

@@ -71,8 +71,6 @@ class CircularCarry(NamedTuple):
 
 
 class MidTick(NamedTuple):
-    """What `stage_inputs` leaves for `stage_outputs`."""
-
     stream: PyTree
     leaving: PyTree  # [stages, …]: the slot of the stream that moves one stage on
     queue: PyTree
@@ -174,8 +172,6 @@ class CircularLoop:
         return circular_plan(self.schedule)
 
     def start(self, stream: PyTree) -> CircularCarry:
-        """The carry before the first tick, from microbatches `[stages, slots, …]`."""
-
         def empty(leaf: Array) -> Array:
             return jnp.full_like(leaf, self.bubble_fill)
 

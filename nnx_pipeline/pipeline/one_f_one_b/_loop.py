@@ -18,7 +18,12 @@ from nnx_pipeline.pipeline.one_f_one_b._state import (
     PhasePlan,
     one_f_one_b_plan,
 )
-from nnx_pipeline.pipeline.one_f_one_b._tick import OneForwardOneBackwardTick, Phase, row_of
+from nnx_pipeline.pipeline.one_f_one_b._tick import (
+    OneForwardOneBackwardTick,
+    Phase,
+    reads_of,
+    row_of,
+)
 from nnx_pipeline.pipeline.stage._repeats import split_to_read
 from nnx_pipeline.pipeline.stage._vjp import only, zero_gradients
 from nnx_pipeline.pipeline.stage.state import take
@@ -127,7 +132,8 @@ class OneForwardOneBackwardLoop:
             _, ((y, _), _), _ = self._first_visit(all_weights, inputs, (layers, plan), keep=False)
             row = row_of(inputs.leave, plan.leaving[0])
             output = from_stage(y, tick.schedule.stages - 1)
-            return tick.leaving(all_weights.leave, output, row)
+            end = all_weights.leave
+            return tick.functions.leave(end.captured, end.weights, output, row)
 
         jax.eval_shape(call, weights, inputs, layers)
 
@@ -138,10 +144,10 @@ class OneForwardOneBackwardLoop:
         now = jax.tree.map(lambda leaf: leaf[0], plan)
         x = self.tick.entering(weights, inputs, now)
         moving = x, take(layers, self.tick.visits_at(now))
-        return x, *self.tick.visit.run(self.tick.reads(weights, inputs, now), moving, keep=keep)
+        reads = reads_of(weights, inputs, now.forward, now.forward_repeat)
+        return x, *self.tick.visit.run(reads, moving, keep=keep)
 
     def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics."""
         metrics = over_all_stages(state.metrics, self.tick.visits)
         return objective(state.loss, metrics, self.tick.metric_weights)
 

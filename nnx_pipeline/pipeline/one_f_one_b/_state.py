@@ -77,7 +77,6 @@ class LoopWeights(NamedTuple):
     def of(
         cls, weights: Weights, enter: Any = (), stages: Any = (), leave: Any = ()
     ) -> "LoopWeights":
-        """The weights of a model, with the arrays that each function closes over."""
         first, last = WithCaptured(weights.enter, [*enter]), WithCaptured(weights.leave, [*leave])
         return cls(first, weights.stages, last, [*stages])
 

@@ -32,16 +32,11 @@ from nnx_pipeline.pipeline.visit import Reads, Visit, side_of, visits_at, weight
 
 @dataclass(frozen=True)
 class HoistedFunctions:
-    """The functions of a model, each with what it closes over as a first argument (see `hoist`).
+    """The functions of a model, with what each closes over as a first argument (see `hoist`)."""
 
-    - `enter`: (closed over, weights, inputs of a microbatch) to activations.
-    - `apply_stage`: (closed over, weights, moving, side inputs) to (moving, metrics).
-    - `leave`: (closed over, weights, activations, inputs of a microbatch) to a float32 scalar.
-    """
-
-    enter: Callable[..., PyTree]
-    apply_stage: Callable[..., tuple[PyTree, PyTree]]
-    leave: Callable[..., Array]
+    enter: Callable[..., PyTree]  # (…, weights, inputs of a microbatch) to activations
+    apply_stage: Callable[..., tuple[PyTree, PyTree]]  # (…, weights, moving, side inputs)
+    leave: Callable[..., Array]  # (…, weights, activations, inputs of a microbatch) to the loss
 
 
 class Phase(NamedTuple):
@@ -95,7 +90,7 @@ class OneForwardOneBackwardTick:
         keep = state.gradients is not None
         at = self.visits_at(now)
         moving = x, take(state.layers, at)
-        reads = self.reads(weights, inputs, now)
+        reads = reads_of(weights, inputs, now.forward, now.forward_repeat)
         ((y, written), metrics), residuals = self.visit.run(reads, moving, keep=keep)
         residuals = [exchange.over_stage(leaf) for leaf in jax.tree.leaves(residuals)]
         return state._replace(
@@ -116,7 +111,8 @@ class OneForwardOneBackwardTick:
         needed, with_needed = _needed(row, state.of_inputs.leave)
 
         def loss_of(weights: WithCaptured, output: PyTree, needed: list[Array]) -> Array:
-            return self.leaving(weights, output, with_needed(needed))
+            end, row = weights, with_needed(needed)
+            return self.functions.leave(end.captured, end.weights, output, row)
 
         def leave(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             output = exchange.from_stage(outputs, self.schedule.stages - 1)
@@ -176,7 +172,7 @@ class OneForwardOneBackwardTick:
         stored = jax.tree.unflatten(
             residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
         )
-        reads = _reads(weights, inputs, now.backward, now.backward_repeat)
+        reads = reads_of(weights, inputs, now.backward, now.backward_repeat)
         own, layers = self.visit, state.layers.of_visit()
         d_reads, d_x = own.back(stored, reads, d_y, d_metrics, state=layers)
         d_stages = own.fsdp_gather.of_visit(own.only(d_reads.weights), reads.weights)
@@ -246,12 +242,6 @@ class OneForwardOneBackwardTick:
         x = self.functions.enter(end.captured, end.weights, row)
         return exchange.to_stages(x, self.schedule.stages)
 
-    def leaving(self, end: WithCaptured, output: PyTree, row: PyTree) -> Array:
-        return self.functions.leave(end.captured, end.weights, output, row)
-
-    def reads(self, weights: LoopWeights, inputs: Inputs, now: PhasePlan) -> Reads:
-        return _reads(weights, inputs, now.forward, now.forward_repeat)
-
     @property
     def visit(self) -> Visit:
         """The visits of all stages; each has residuals of its own, which go into its ring."""
@@ -279,7 +269,7 @@ class OneForwardOneBackwardTick:
         return type(metric)(exchange.where(is_backward, each, zeros))
 
 
-def _reads(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Array) -> Reads:
+def reads_of(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Array) -> Reads:
     side = side_of(inputs.side, microbatch)
     return Reads(weights_of(weights.stages, repeat), side, weights.captured)
 

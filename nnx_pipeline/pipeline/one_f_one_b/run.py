@@ -57,25 +57,22 @@ def run_one_f_one_b(
         return loss + sum(metric_weights * totals), (loss, totals)
 
     When gradients are asked for, each stage makes a forward visit of one microbatch and a backward
-    visit of another at each tick, and a microbatch starts its backward visits in the tick in which
-    the last stage gives its loss. So a stage stores the residuals of about stages · (repeats + 1)
+    visit of another at each tick. So a stage stores the residuals of about stages · (repeats + 1)
     visits at most (`OneForwardOneBackward.ring_slots`), however many microbatches there are, and
     one gradient buffer per parameter. `enter` and `leave` run on all devices. With remat every
-    stage is computed once more, as in the circular schedule. `OneForwardOneBackward` has the number
-    of ticks.
+    stage is computed once more, as in the circular schedule.
 
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
-    - `weights`: those of the three functions. Those whose gradient is not asked for, such as the
-      frozen ones next to LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or
-      such parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
-    - `inputs`: those of the three functions, `[microbatches, …]`. Their gradients cost memory only
-      where they are asked for, as by an encoder that makes what the layers of a decoder read; each
-      stage then holds those of all microbatches' side inputs.
+    - `weights`: of the three functions. Those whose gradient is not asked for, such as the frozen
+      ones next to LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or such
+      parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
+    - `inputs`: of the three functions, `[microbatches, …]`. Their gradients cost memory only where
+      they are asked for, as by an encoder that makes what the layers of a decoder read; each stage
+      then holds those of all microbatches' side inputs.
     - `schedule`: which stage works on what at each tick.
     - `options`: how the loop is run. Gradients always add up in the loop.
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
-
     The loop computes gradients for a cotangent of `functions.lift`, or of 1, and scales them
     afterwards, in float32. Gradients of functions that compute in float16 need that lift.
 

@@ -57,10 +57,10 @@ def is_averaged(variable: nnx.Variable[Any]) -> bool:
 def split_state(layers: Any, microbatches: int) -> Any:
     """Layers as the loops read them: `WithState` where they have state, else the layers alone.
 
-    In the result a variable that is read alone holds the bits of its array as integers, so that a
-    loop makes no gradient for it; only `join_state` reads it. The state is a list of arrays in the
-    order of its variables; that of a cache, and what is averaged over microbatches, is
-    `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
+    A variable that is read alone holds the bits of its array as integers, so that a loop makes no
+    gradient for it. The state is a list of arrays in the order of its variables; that of a cache,
+    and what is averaged over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches,
+    layers per stage, …]`.
     """
     if _only_params(layers):
         return layers
@@ -103,7 +103,6 @@ def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list
 
 
 def state_after(layer: Any, before: list[Array]) -> list[Array]:
-    """The state that a call left in a layer, placed as it was before."""
     after = [variable.get_value() for variable in _states(layer)]
     if not is_explicit() or len(after) != len(before):
         return after
