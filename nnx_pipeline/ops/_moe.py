@@ -24,8 +24,6 @@ EXPERTS: dict[str, Callable[[ModelConfig], Mix]] = {
 
 
 class MoEKernels(NamedTuple):
-    """The kernels of router and experts, in the sharding and dtype in which they are stored."""
-
     router: Float[Array, "embed experts"]
     experts: ExpertKernels
     bias: Float[Array, "experts"] | None = None

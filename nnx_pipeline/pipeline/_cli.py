@@ -21,8 +21,6 @@ MOST_CELLS, MOST_DRAWN = 200_000, 20_000
 
 @dataclass(frozen=True)
 class Numbers:
-    """The options of `schedule` that give the size of its timetable."""
-
     stages: int | None
     microbatches: int | None
     repeats: int

@@ -109,7 +109,6 @@ class StackedLayers:
         )
 
     def shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
-        """Of layers of one kind, or of the list of all kinds; see `gradient_shards`."""
         whole = layers.whole if isinstance(layers, Zero1Layers) else layers
         weights = self.weights
         return gradient_shards(

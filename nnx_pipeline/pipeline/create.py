@@ -59,7 +59,6 @@ def pipeline_of(
 
 
 def weight_options(config: Config) -> WeightOptions:
-    """The options for the weights of the layers of a model, which compute in `model.dtype`."""
     return WeightOptions(
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,

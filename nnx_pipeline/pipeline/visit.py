@@ -80,7 +80,6 @@ class Visit:
         return repeats.add_at_repeat(totals, d_weights, over_stage(repeat))
 
     def total(self, totals: PyTree, params: PyTree) -> PyTree:
-        """The gradients of the weights as they are stored, after the last `add`."""
         return self.fsdp_gather.scatter_gradients(repeats.join_repeats(totals), params)
 
     def only(self, gradients: PyTree) -> PyTree:

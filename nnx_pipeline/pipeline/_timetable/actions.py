@@ -94,7 +94,6 @@ class Actions:
 
     @functools.cached_property
     def rank_of(self) -> np.ndarray:
-        """The rank of each stage: `[stages]`."""
         rank_of = np.zeros(self.stages, np.int32)
         for rank, (kind, stage) in enumerate(zip(self.kind, self.stage, strict=True)):
             rank_of[stage[kind > IDLE]] = rank
@@ -109,7 +108,6 @@ class Actions:
         return tuple(kept.max(axis=1).tolist())
 
     def cells(self) -> list[list[str]]:
-        """The texts of all cells by rank and step, empty where the rank is idle."""
         rows = zip(*(table.tolist() for table in self._tables), strict=True)
         return [
             [text_of_action(*action) if action[0] else "" for action in zip(*row, strict=True)]

@@ -150,8 +150,6 @@ class _Size(NamedTuple):
 
 
 class _Bar(NamedTuple):
-    """Consecutive ticks of one stage that have the same colour."""
-
     ticks: range
     colour: str
     microbatches: range  # one per tick; empty in a bubble

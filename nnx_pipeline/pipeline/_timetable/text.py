@@ -138,8 +138,6 @@ def summary_of_actions(actions: Actions) -> str:
 
 @dataclass(frozen=True)
 class ActionsTable:
-    """A table with a row per rank; if there is no room, the first and last steps."""
-
     actions: Actions
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -175,7 +173,6 @@ def _shown(ticks: int, most: int) -> list[int | str]:
 
 
 def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int | str]:
-    """The columns, with a border before the first tick of every phase but the first."""
     starts = [ticks.start for _, _, ticks in phases(schedule)][1:]
     for column in columns:
         if column in starts:

@@ -232,7 +232,6 @@ class OneForwardOneBackwardTick:
         return jax.lax.cond(due, function, otherwise, *state)
 
     def visits_at(self, now: PhasePlan) -> At:
-        """The forward visits of a tick."""
         microbatches = self.schedule.microbatches
         return visits_at(now.forward_repeat, now.forward, now.is_forward, microbatches)
 
