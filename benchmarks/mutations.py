@@ -42,30 +42,30 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "x = where(first, entering, arrived)",
-        "x = where(last, entering, arrived)",
+        "x = exchange.where(first, entering, arrived)",
+        "x = exchange.where(last, entering, arrived)",
         "test_pipeline",
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "    x = where(over_stage(now.active), x, waiting)\n",
+        "    x = exchange.where(exchange.over_stage(now.active), x, waiting)\n",
         "",
         "test_pipeline",
     ),
     Mutation(
         "nnx_pipeline/pipeline/circular/_tick.py",
-        "queue = push(queue, returning, carry.outputs[-1],",
-        "queue = push(queue, returning, carry.outputs[0],",
+        "queue = exchange.push(queue, returning, carry.outputs[-1],",
+        "queue = exchange.push(queue, returning, carry.outputs[0],",
         "test_pipeline",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_plan.py",
+        "nnx_pipeline/pipeline/circular/_tick.py",
         "from_stream=jnp.asarray(tick < schedule.microbatches)",
         "from_stream=jnp.asarray(tick <= schedule.microbatches)",
         "test_pipeline",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_plan.py",
+        "nnx_pipeline/pipeline/circular/_tick.py",
         "tick % schedule.stream_slots",
         "(tick + 1) % schedule.stream_slots",
         "test_pipeline",
@@ -89,13 +89,13 @@ MUTATIONS = (
         "test_pipeline test_one_f_one_b",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_prefetch.py",
+        "nnx_pipeline/pipeline/circular/_backward.py",
         "self._gather(params, repeat + 1)",
         "self._gather(params, repeat)",
         "test_model test_option_pairs",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/circular/_prefetch.py",
+        "nnx_pipeline/pipeline/circular/_backward.py",
         "return now.repeat == now.repeat[0]",
         "return now.repeat != now.repeat[0]",
         "test_model test_option_pairs",
@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))\n",
+        "        d_y = exchange.where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))\n",
         "",
         "test_one_f_one_b",
     ),
@@ -209,7 +209,7 @@ MUTATIONS = (
         "test_closed_over",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/one_f_one_b/_plan.py",
+        "nnx_pipeline/pipeline/one_f_one_b/_state.py",
         "write=indices(schedule.written)",
         "write=indices(0 * schedule.written)",
         "test_one_f_one_b",
@@ -234,8 +234,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/metrics.py",
-        "jax.tree.map(\n            lambda metric: _added(_finished(metric), counted, layers)",
-        "jax.tree.map(\n            lambda metric: _added(_finished(metric), None, layers)",
+        "_map(lambda metric: _added(_finished(metric), counted, layers)",
+        "_map(lambda metric: _added(_finished(metric), None, layers)",
         "test_kinds_of_layers",
     ),
     Mutation(
@@ -269,7 +269,7 @@ MUTATIONS = (
         "test_model",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/_exchange/buffers.py",
+        "nnx_pipeline/pipeline/_exchange.py",
         "moved = where(last, new, shift(column, by=-1, how=how))",
         "moved = where(last, new, column)",
         "test_pipeline",
@@ -684,8 +684,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "_add_rows(of_inputs.side, d_reads.side, over_stage(now.backward))",
-        "_add_rows(of_inputs.side, d_reads.side, over_stage(now.forward))",
+        "_add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))",
+        "_add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.forward))",
         "test_foreign_models",
     ),
     Mutation(
@@ -708,7 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/layers.py",
-        "        check_same(one, other)\n",
+        "        checks.check_same(one, other)\n",
         "",
         "test_wrong_uses",
     ),
@@ -749,13 +749,13 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_expert_axes.py",
+        "nnx_pipeline/ops/_by_choice.py",
         "return jax.lax.psum(gradient, rest) if rest else gradient",
         "return gradient",
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_expert_axes.py",
+        "nnx_pipeline/ops/_by_choice.py",
         "return jax.lax.psum(y, self.mlp) if self.mlp else y",
         "return y",
         "test_grouped_experts",
@@ -767,19 +767,19 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/slots.py",
+        "nnx_pipeline/ops/_capacity.py",
         "sort_by_expert(experts.T,",
         "sort_by_expert(experts.reshape(experts.T.shape),",
         "test_capacity_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/slots.py",
+        "nnx_pipeline/ops/_capacity.py",
         "rank < capacity,",
         "rank <= capacity,",
         "test_capacity_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/_capacity/experts.py",
+        "nnx_pipeline/ops/_capacity.py",
         "split_axis=1, concat_axis=0",
         "split_axis=0, concat_axis=1",
         "test_capacity_experts",

@@ -9,8 +9,13 @@ from linen_compat.modules.parameters import Configured, Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops._low_precision import product_of
-from nnx_pipeline.ops._self_attention.grouped_query import Projections, QueryKey, self_attention
-from nnx_pipeline.ops._self_attention.initial import query_gain, query_initializer
+from nnx_pipeline.ops._self_attention.grouped_query import (
+    Projections,
+    QueryKey,
+    query_gain,
+    query_initializer,
+    self_attention,
+)
 from nnx_pipeline.ops._self_attention.rotary import rotary_of
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.

@@ -10,7 +10,7 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured, Kernel
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops._self_attention.initial import query_initializer
+from nnx_pipeline.ops._self_attention.grouped_query import query_initializer
 from nnx_pipeline.ops._self_attention.latent import Latent, LatentProjections, latent_attention
 from nnx_pipeline.ops._self_attention.rotary import rotary_of
 

@@ -57,7 +57,7 @@ class PipelineConfig:
     """
 
     shift: Literal["ppermute", "slice", "pad"] = "ppermute"
-    """How activations are sent to the next stage, see `pipeline.exchange.shift.shift`.
+    """How activations are sent to the next stage, see `pipeline.exchange.shift`.
 
     `ppermute` is one collective-permute. `slice` is a concatenation of two slices, from which the
     compiler makes the transfer. `pad` is a slice of a zero-padded array, which sends nothing from

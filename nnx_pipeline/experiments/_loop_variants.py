@@ -7,10 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, push, slot, stage_axis, where
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
-from nnx_pipeline.pipeline.circular._plan import CircularPlan
-from nnx_pipeline.pipeline.circular._tick import CircularCarry, MidTick
+from nnx_pipeline.pipeline._exchange import (
+    ShiftName,
+    over_stage,
+    push,
+    shift,
+    slot,
+    stage_axis,
+    where,
+)
+from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularPlan, MidTick
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 from nnx_pipeline.sharding.layout import P, out_sharding

@@ -16,9 +16,10 @@ from nnx_pipeline.ops._self_attention.grouped_query import (
     Biases,
     Projections,
     QueryKey,
+    query_gain,
+    query_initializer,
     self_attention,
 )
-from nnx_pipeline.ops._self_attention.initial import query_gain, query_initializer
 from nnx_pipeline.ops._self_attention.rotary import rotary_of
 from nnx_pipeline.sharding.layout import Layout, parameter
 

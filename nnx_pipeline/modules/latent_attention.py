@@ -9,7 +9,7 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules._cache import KeyValueCache
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.ops._self_attention.initial import query_initializer
+from nnx_pipeline.ops._self_attention.grouped_query import query_initializer
 from nnx_pipeline.ops._self_attention.latent import Latent, LatentProjections, latent_attention
 from nnx_pipeline.ops._self_attention.rotary import rotary_of
 from nnx_pipeline.sharding.layout import Layout, parameter

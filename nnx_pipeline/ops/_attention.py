@@ -18,12 +18,7 @@ MASKED_HALF = -0.7 * float(jnp.finfo(jnp.float16).max)
 
 
 class TokenSpan(NamedTuple):
-    """Consecutive tokens of a sequence.
-
-    - `start`: the place of the first one in the sequence.
-    - `size`: how many there are.
-    - `segments`: int32[batch, size], which segment each belongs to; None for one per row.
-    """
+    """`size` tokens of a sequence from place `start` on; without segments each row is one."""
 
     start: int | Int[Array, ""]
     size: int
@@ -42,16 +37,11 @@ MOST_BLOCKS = 1024  # each is traced and compiled on its own
 def allowed(
     queries: TokenSpan, keys: TokenSpan, window: int | None = None
 ) -> Bool[Array, "#batch queries keys"]:
-    """The attention mask: a query may read no key after itself and none of another segment.
-
-    - `queries`, `keys`: tokens of the same sequences.
-    - `window`: a query reads itself and the `window - 1` tokens before it, as in Mistral; None for
-      all tokens before it.
-
-    Which token is later is decided by the order in the array, not by positions. Padding (segment 0)
-    may read padding. Without segment ids the mask is a comparison of two iotas, which XLA fuses: no
-    mask array is built.
-    """
+    """The attention mask: a query may read no key after itself and none of another segment."""
+    # Which token is later is decided by the order in the array, not by positions. Padding (segment
+    # 0) may read padding. Without segment ids the mask is a comparison of two iotas, which XLA
+    # fuses: no mask array is built. With a window a query reads itself and the `window - 1` tokens
+    # before it.
     shape = (1, queries.size, keys.size)
     query, key = (
         _places(span, jax.lax.broadcasted_iota(jnp.int32, shape, dimension))
@@ -71,20 +61,13 @@ def _places(span: TokenSpan, counted: Array) -> Array:
 
 @dataclass(frozen=True)
 class Options:
-    """How attention is computed, for all kinds of attention.
+    """How attention is computed, for all kinds of attention."""
 
-    - `scale`: multiplies the scores.
-    - `window`: see `allowed`.
-    - `block`: how many tokens are computed at a time; None for what the kind finds best.
-    - `soft_cap`: the bound of the scores, see `soft_cap`; None for no bound.
-    - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
-    """
-
-    scale: float = 1.0
-    window: int | None = None
-    block: int | None = None
-    soft_cap: float | None = None
-    interpret: bool = False
+    scale: float = 1.0  # multiplies the scores
+    window: int | None = None  # see `allowed`
+    block: int | None = None  # tokens at a time; None for what the kind finds best
+    soft_cap: float | None = None  # the bound of the scores
+    interpret: bool = False  # a kernel for TPUs, for tests where there is none
 
 
 def dot_product_attention(
@@ -98,16 +81,11 @@ def dot_product_attention(
 ) -> Float[Array, "batch seq heads value_dim"]:
     """softmax(scale · query · keyᵀ, masked) · value, for one block of queries after the other.
 
-    The scores of one block exist at a time, for keys up to the block's last query.
-
-    - `query`, `key`, `value`: the projected heads; query head n reads key-value head
-      n // (heads / kv_heads). Values may have another width than queries and keys.
-    - `segment_ids`: see `allowed`.
-    - `grouped`: sharding of the query as `[batch, seq, kv_heads, heads / kv_heads, head_dim]`.
-    - `options`: its `block` is how many queries of a sequence are computed at a time; None for
-      `BLOCK` in sequences longer than `WHOLE`, and for all queries in others.
-
-    Raises InputError for more than `MOST_BLOCKS` blocks.
+    The scores of one block exist at a time, for keys up to the block's last query. Query head n
+    reads key-value head n // (heads / kv_heads). `grouped` is the sharding of the query as `[batch,
+    seq, kv_heads, heads / kv_heads, head_dim]`. Without `options.block` the block is `BLOCK` in
+    sequences longer than `WHOLE`, and all queries in others. Raises InputError for more than
+    `MOST_BLOCKS` blocks.
     """
     length = query.shape[1]
     size = options.block or (length if length <= WHOLE else BLOCK)
@@ -130,15 +108,9 @@ def cached_attention(
     grouped: jax.sharding.PartitionSpec,
     options: Options = Options(),
 ) -> Float[Array, "batch 1 heads value_dim"]:
-    """Attention of one new token of each sequence over the tokens before it and over itself.
-
-    - `query`: of the new tokens.
-    - `key`, `value`: slot p belongs to the token at position p of its sequence. Slots after the
-      new token's may hold anything finite: they are not read.
-    - `positions`: of the new tokens.
-    - `grouped`: sharding of the query, as for `dot_product_attention`.
-    - `options`: its `scale`, `window` and `soft_cap` count.
-    """
+    """Attention of one new token of each sequence over the tokens before it and over itself."""
+    # Slot p belongs to the token at position p. Slots after the new token's may hold anything
+    # finite: they are not read.
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     behind = positions[:, :, None] - jnp.arange(key.shape[1], dtype=jnp.int32)
     readable = behind >= 0
@@ -157,12 +129,7 @@ def in_slots(
     new: Float[Array, "batch 1 kv_heads head_dim"],
     positions: Int[Array, "batch 1"],
 ) -> Float[Array, "batch slots kv_heads head_dim"]:
-    """Stored keys or values, with one new token of each sequence written into its slot.
-
-    - `stored`: of earlier tokens, see `cached_attention`.
-    - `new`: of the new tokens.
-    - `positions`: of the new tokens; one outside the slots is not stored.
-    """
+    """Stored keys or values, with a new token of each sequence in its slot, if it has one."""
     # A choice for each slot keeps every array in its sharding. It reads and writes all slots, as
     # many bytes as attention reads; a scatter would write one, but has no sharding rule.
     slots = jnp.arange(stored.shape[1], dtype=jnp.int32)
@@ -176,12 +143,7 @@ def in_groups(
     scale: float,
     grouped: jax.sharding.PartitionSpec,
 ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
-    """The query heads, grouped by the key-value head that they read, times the scale.
-
-    - `kv_heads`: the number of key-value heads.
-    - `scale`: multiplies the scores.
-    - `grouped`: sharding of the result.
-    """
+    """The query heads, grouped by the key-value head that they read, times the scale."""
     batch, length, heads, head_dim = query.shape
     return jax.lax.reshape(
         query * scale if scale != 1.0 else query,
@@ -194,10 +156,7 @@ def out_of_groups(
     mixed: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
     grouped: jax.sharding.PartitionSpec,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """The heads as one axis, which stays sharded as the key-value heads were.
-
-    - `grouped`: sharding of `mixed`.
-    """
+    """The heads as one axis, which stays sharded as the key-value heads were."""
     batch, length, kv_heads, queries, head_dim = mixed.shape
     whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
     shape = (batch, length, kv_heads * queries, head_dim)
@@ -209,12 +168,7 @@ AttentionResiduals = tuple[Array, Array, Array, Array | None, Array, Array]
 
 
 class _How(NamedTuple):
-    """How scores are computed.
-
-    - `window`: as for `allowed`.
-    - `size`: the number of queries that are computed at a time.
-    - `cap`: the bound of the scores; None for no bound.
-    """
+    """`size` queries are computed at a time; `cap` bounds the scores."""
 
     window: int | None
     size: int
@@ -223,16 +177,11 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: _How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-    """Attention whose derivative keeps no scores.
-
-    - `how`: how the scores are computed.
-    - `query`: `[batch, seq, kv_heads, queries per key, head_dim]`, as the result is.
-
-    The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
-    From these the backward pass computes each weight again by one exponential, without the maximum
-    and the sum over keys, and takes the sum in the softmax's derivative from the result: Σ_k p · dp
-    is the product of the result and its cotangent (FlashAttention-2, Dao 2023, section 2.3).
-    """
+    """Attention whose derivative keeps no scores; query and result are in groups."""
+    # The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
+    # From these the backward pass computes each weight again by one exponential, and takes the sum
+    # in the softmax's derivative from the result: Σ_k p · dp is the product of the result and its
+    # cotangent (FlashAttention-2, Dao 2023, section 2.3).
     return _attend_forward(how, query, key, value, segment_ids)[0]
 
 
@@ -302,21 +251,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """cap · tanh(x / cap), computed in float32 and in the dtype of `x` (Gemma 2, section 2).
-
-    - `x`: scores or logits.
-    - `cap`: the bound of the result, above 0.
-    """
+    """cap · tanh(x / cap), computed in float32 and in the dtype of `x` (Gemma 2, section 2)."""
     return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
 
 
 def soft_cap_slope(capped: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32.
-
-    - `capped`: the result of `soft_cap`. Values beyond the cap, such as the score of a key that is
-      masked, have the derivative 0.
-    - `cap`: as of `soft_cap`.
-    """
+    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32."""
+    # Values beyond the cap, such as the score of a key that is masked, have the derivative 0.
     return jnp.maximum(1 - jnp.square(capped.astype(jnp.float32) / cap), 0)
 
 
@@ -329,14 +270,10 @@ def _added(total: Array, new: Array) -> Array:
 
 
 def _scores(how: _How, query: Array, key: Array, readable: Array) -> Array:
-    """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs.
-
-    That is the order in which the product gives them. In another one XLA for NVIDIA GPUs transposes
-    arrays of this size: in the backward pass of `mixtral-small` on H100 it holds three of them, and
-    with query and queries per key exchanged it holds five (temp 257 and 291 MB).
-
-    - `readable`: bool `[batch or 1, query, key]`.
-    """
+    """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs."""
+    # That is the order in which the product gives them. In another one XLA for NVIDIA GPUs
+    # transposes arrays of this size: in the backward pass of `mixtral-small` on H100 it holds three
+    # of them, and with query and queries per key exchanged it holds five (temp 257 and 291 MB).
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, key)
     if how.cap is not None:
         scores = soft_cap(scores, how.cap)

@@ -1,25 +1,96 @@
-"""The shell of experts that compute the tokens that chose them: two functions with derivatives.
-
-Both kinds send tokens to places of experts, multiply there, and bring the results back. What they
-do for that on each device stands in `_grouped` and `_capacity`; here it becomes a function that JAX
-can differentiate once.
-"""
+"""The shell of experts that compute the tokens that chose them: mesh axes and derivatives."""
 
 import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.ops._expert_axes import ExpertAxes
+from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._mlp import gated
 from nnx_pipeline.ops._per_device import OfDevice, per_device
-from nnx_pipeline.sharding.layout import P
+from nnx_pipeline.sharding.layout import Layout, P
+
+_Axes = TypeVar("_Axes", bound="ExpertAxes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxes:
+    """The mesh axes of a layer of experts, and the sums and gathers over them."""
+
+    # Found where the layer is called: inside the functions of one device the mesh looks different.
+    kind: str
+    experts: int
+    own: int
+    batch: tuple[str, ...]
+    owners: tuple[str, ...]
+    embed: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+    @classmethod
+    def of(cls: type[_Axes], kind: str, experts: int, layout: Layout, **more: Any) -> _Axes:
+        """The axes on the ambient mesh; `more` are fields of a class below this one."""
+        # Only where the tokens are sharded over what shards experts and width do sums over these
+        # mesh axes add up other tokens, and no token twice.
+        axes = cls(
+            kind=kind,
+            experts=experts,
+            own=experts // layout.size("expert"),
+            batch=layout.axes("batch"),
+            owners=layout.axes("expert"),
+            embed=layout.axes("embed_of_expert"),
+            mlp=layout.axes("mlp"),
+            **more,
+        )
+        same = [name for name in (*axes.owners, *axes.embed) if name not in axes.batch]
+        if same:
+            raise InputError(
+                f"the layout shards the experts or their kernels' width over {', '.join(same)}, "
+                f"along which {kind} experts need other tokens, and the batch over "
+                f"{', '.join(axes.batch) or 'nothing'}; name it in Layout.batch, or set "
+                "model.experts='dense'"
+            )
+        return axes
+
+    @property
+    def tokens(self) -> P:
+        """The sharding of `[batch, seq, …]`."""
+        return P(self.batch or None, None, None)
+
+    @property
+    def into(self) -> P:
+        """The sharding of the kernels gate and up."""
+        return P(self.owners or None, self.embed or None, self.mlp or None)
+
+    @property
+    def down(self) -> P:
+        """The sharding of the kernel down."""
+        return P(self.owners or None, self.mlp or None, self.embed or None)
+
+    def gathered(self, kernel: Array, axis: int) -> Array:
+        """A kernel of this device's experts, whole along embed."""
+        return (
+            jax.lax.all_gather(kernel, self.embed, axis=axis, tiled=True) if self.embed else kernel
+        )
+
+    def summed(self, gradient: Array, axis: int) -> Array:
+        """A kernel's gradient over devices with other tokens, sharded as the kernel is."""
+        rest = [name for name in self.batch if name not in (*self.embed, *self.owners)]
+        if self.embed:
+            gradient = jax.lax.psum_scatter(
+                gradient, self.embed, scatter_dimension=axis, tiled=True
+            )
+        return jax.lax.psum(gradient, rest) if rest else gradient
+
+    def over_parts(self, y: Array) -> Array:
+        """The sum of what the devices have that share the hidden units."""
+        return jax.lax.psum(y, self.mlp) if self.mlp else y
+
 
 Places = TypeVar("Places", bound=PyTree)  # where choices go: integers, which have no gradient
 OpenResiduals = tuple[Array, PyTree, Array, Array]  # what the derivatives keep; places are among it
@@ -34,10 +105,7 @@ class OnDevices(ExpertAxes, abc.ABC):
     def open(
         self, x: Array, places: PyTree, gate: Array, up: Array
     ) -> tuple[tuple[Array, Array], OpenResiduals]:
-        """The token of each place times gate and up of its expert, and the residuals.
-
-        - `x`: `[batch, seq, embed]`.
-        """
+        """The token of each place of `[batch, seq, …]` times gate and up, and the residuals."""
 
     @abc.abstractmethod
     def open_back(
@@ -49,21 +117,14 @@ class OnDevices(ExpertAxes, abc.ABC):
     def close(
         self, hidden: Array, weights: Array, places: PyTree, down: Array
     ) -> tuple[Array, CloseResiduals]:
-        """Σ over the choices of a token of weight · hidden · down, and the residuals.
-
-        - `hidden`: as `open` gives its results; the sum is `[batch, seq, embed]`.
-        - `weights`: of the choices, `[batch, seq, chosen]`.
-        """
+        """Σ over a token's choices of weight · hidden · down, and the residuals."""
 
     @abc.abstractmethod
     def close_back(self, residuals: CloseResiduals, cotangent: Array) -> tuple[Array, Array, Array]:
         """The gradients of hidden units, weights and down."""
 
     def per_device(
-        self,
-        function: Callable[..., OfDevice],
-        in_specs: Sequence[P],
-        out_specs: Sequence[P],
+        self, function: Callable[..., OfDevice], in_specs: Sequence[P], out_specs: Sequence[P]
     ) -> Callable[..., OfDevice]:
         """`per_device`, for functions that are differentiated by hand, once."""
         refusal = (
@@ -73,10 +134,7 @@ class OnDevices(ExpertAxes, abc.ABC):
         return per_device(function, in_specs, out_specs, refusal=refusal)
 
     def mix(self, x: Array, places: PyTree, weights: Array, kernels: ExpertKernels) -> Array:
-        """Σ over the choices of a token of weight · (silu(x · gate) · (x · up)) · down.
-
-        - `kernels`: in the dtype of `x`.
-        """
+        """Σ over the choices of a token of weight · (silu(x · gate) · (x · up)) · down."""
         hidden = gated(*_open(self, x, places, kernels.gate, kernels.up))
         return _close(self, hidden, weights, places, kernels.down)
 

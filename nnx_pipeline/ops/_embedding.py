@@ -13,26 +13,13 @@ ONE_HOT_LIMIT = 2 * 1024**3  # bytes; above it `auto` gathers (seeds S2.7)
 
 
 def one_hot_bytes(num_tokens: int, vocab_size: int, dtype: jax.typing.DTypeLike) -> int:
-    """Bytes of the one-hot array that `embed_one_hot` makes, over all devices together.
-
-    - `num_tokens`: tokens of all devices.
-    - `vocab_size`: length of a one-hot row.
-    - `dtype`: of the one-hot array.
-    """
     return num_tokens * vocab_size * jnp.dtype(dtype).itemsize
 
 
 def uses_one_hot(
     method: str, num_tokens: int, vocab_size: int, dtype: jax.typing.DTypeLike
 ) -> bool:
-    """Whether tokens are looked up by a one-hot product rather than by a gather.
-
-    - `method`: `gather`, `one_hot`, or `auto`, which takes the product unless its one-hot array
-      would be above 2 GiB.
-    - `num_tokens`: tokens of all devices.
-    - `vocab_size`: length of a one-hot row.
-    - `dtype`: of the one-hot array.
-    """
+    """Whether tokens, of all devices, are looked up by a one-hot product."""
     if method != "auto":
         return method == "one_hot"
     return one_hot_bytes(num_tokens, vocab_size, dtype) <= ONE_HOT_LIMIT
@@ -49,12 +36,8 @@ def embed(
 ) -> Float[Array, "*batch seq embed"]:
     """The embedding of each token in `dtype`, unscaled.
 
-    - `table`: sharded by ("vocab", "embed_of_vocab").
-    - `tokens`: ids, sharded as `out` without its last axis.
-    - `method`: `gather`, `one_hot` or `auto`, see `uses_one_hot`.
-    - `dtype`: of the result.
-    - `out`: sharding of the result; None leaves it whole on every device.
-    - `layout`: which mesh axes shard the table.
+    The table is sharded by ("vocab", "embed_of_vocab"), the result by `out`, or whole, as the
+    tokens are.
     """
     out = P(*[None] * (tokens.ndim + 1)) if out is None else out
     one_hot = uses_one_hot(method, tokens.size, table.shape[0], dtype)
@@ -70,19 +53,10 @@ def embed_gather(
     out: P,
     layout: Layout,
 ) -> Float[Array, "*batch seq embed"]:
-    """Looks the tokens up by a gather from the sharded table, which is itself never gathered.
-
-    - `table`: sharded by ("vocab", "embed_of_vocab").
-    - `tokens`: ids, sharded as `out` without its last axis; an id outside the table gives NaN
-      rather than a wrong row.
-    - `dtype`: of the result.
-    - `out`: sharding of the result; its last axis must be whole.
-    - `layout`: which mesh axes shard the table.
-
-    Each device looks up the tokens of all devices along the mesh axes that shard the table, with
-    zeros for rows that it does not hold. The results are summed over the axes of the vocabulary,
-    and the parts of each row are put together. So neither the table nor its gradient is gathered.
-    """
+    """Looks the tokens up by a gather from the sharded table, which is itself never gathered."""
+    # Each device looks up the tokens of all devices along the mesh axes that shard the table, with
+    # zeros for rows that it does not hold. The results are summed over the axes of the vocabulary,
+    # and the parts of each row are put together. The last axis of `out` must be whole.
     rows = _look_up(table, tokens, dtype, out, layout)
     return out_of_range_as_nan(rows, tokens, table.shape[0])
 
@@ -95,16 +69,7 @@ def embed_one_hot(
     out: P,
     layout: Layout,
 ) -> Float[Array, "*batch seq embed"]:
-    """Looks the tokens up by a product of one-hot rows with the table.
-
-    - `table`: sharded by ("vocab", "embed_of_vocab").
-    - `tokens`: ids, sharded as `out` without its last axis; an id outside the table gives NaN.
-    - `dtype`: of the one-hot rows, the product and the result.
-    - `out`: sharding of the result.
-    - `layout`: which mesh axes shard the table.
-
-    It is faster on a systolic array if the vocabulary is small.
-    """
+    """As `embed_gather`, by a product of one-hot rows: faster for a small vocabulary."""
     # Mesh axes that shard the table's width and not the tokens share the work of the product.
     wide = tuple(axis for axis in layout.axes("embed_of_vocab") if axis not in spec_axes(out))
     spec = P(*out[: tokens.ndim], wide) if wide else out
@@ -115,12 +80,7 @@ def embed_one_hot(
 
 
 def out_of_range_as_nan(rows: Array, tokens: Array, vocab_size: int) -> Array:
-    """Replaces the rows of ids outside the vocabulary by NaN, so that the loss shows them.
-
-    - `rows`: what was looked up, `[*batch, seq, embed]`.
-    - `tokens`: the ids that it was looked up for, `[*batch, seq]`.
-    - `vocab_size`: valid ids are those from 0 to `vocab_size - 1`.
-    """
+    """Replaces the rows of ids outside the vocabulary by NaN, so that the loss shows them."""
     known = (tokens >= 0) & (tokens < vocab_size)
     return jnp.where(known[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
 
@@ -128,7 +88,6 @@ def out_of_range_as_nan(rows: Array, tokens: Array, vocab_size: int) -> Array:
 def _look_up(
     table: Array, tokens: Array, dtype: jax.typing.DTypeLike, out: P, layout: Layout
 ) -> Array:
-    """The rows of `tokens` without the check for ids outside the table."""
     vocab, embed = layout.axes("vocab"), layout.axes("embed_of_vocab")
     spread = spec_axes(out)
     # A mesh axis that shards the table may also shard the tokens. Along such an axis tokens are

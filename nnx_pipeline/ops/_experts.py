@@ -37,11 +37,7 @@ class ExpertKernels(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """What a mixture of experts gives.
-
-    - `output`: `[batch, seq, embed]`.
-    - `dropped`: the share of each sequence's choices that no expert took, or None if all are taken.
-    """
+    """`dropped` is the share of each sequence's choices that no expert took, or None."""
 
     output: Float[Array, "batch seq embed"]
     dropped: Float[Array, "batch"] | None = None
@@ -49,8 +45,6 @@ class Mixed(NamedTuple):
 
 @runtime_checkable  # the tests check the types of arguments and results
 class Mix(Protocol):
-    """A function that sends tokens through their experts, see `DenseExperts`."""
-
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed: ...
@@ -68,21 +62,15 @@ WORTHWHILE_ON_CPU = 8e6
 class DenseExperts:
     """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, with all experts on all tokens.
 
-    combine_e is the router's weight of expert e for each token, 0 where it was not chosen.
+    combine_e is the router's weight of expert e for each token, 0 where it was not chosen. A scan
+    runs over groups of `group` experts of a device, by default `group_size`: the weights of one
+    group are gathered at a time, and its hidden units exist at a time. So a small group saves
+    memory, and a large one time. The router's weight multiplies the hidden units, so that the
+    backward pass does not need the output of the down projection.
 
-    - `group`: how many experts are computed by one product; it divides the experts of a device.
-      None leaves it to `group_size`.
-
-    A scan runs over the groups. The weights of one group are gathered at a time, and its hidden
-    units exist at a time. So a small group saves memory, and a large one time: fewer and larger
-    products, and fewer collectives for the same bytes. The router's weight multiplies the hidden
-    units, so that the backward pass does not need the output of the down projection and does not
-    compute it again.
-
-    The sum over the experts of a group is part of its down projection. That over groups is made in
-    float32, and has two leading axes, over the mesh axes `expert` and `tensor` ("o" and "t" in the
-    einsums below). Each device sums its own part there, so that one reduction follows the scan
-    instead of one per group.
+    The sum over groups is made in float32, and has two leading axes, over the mesh axes `expert`
+    and `tensor` ("o" and "t" in the einsums below). Each device sums its own part there, so that
+    one reduction follows the scan instead of one per group.
     """
 
     group: int | None = None
@@ -92,15 +80,8 @@ class DenseExperts:
     ) -> Mixed:
         """Sends all tokens through all experts; the result is cast to x.dtype.
 
-        - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-        - `choice`: the weights of the chosen experts of each token, and their numbers, from
-          `route`.
-        - `kernels`: as they are stored; a group's are gathered when it is computed.
-        - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
-        - `remat`: what to keep of each group for the backward pass; its hidden units have the names
-          `remat.HIDDEN`.
-
-        Raises InputError if the group does not divide the experts of a device.
+        `x` and the result are sharded by ("batch", None, None), and `choice` is from `route`.
+        `remat` says what to keep of each group; its hidden units have the names `remat.HIDDEN`.
         """
         # Each device along the mesh axis `expert` applies its own experts to all tokens, so here
         # the tokens are not sharded over that axis.
@@ -130,14 +111,7 @@ class DenseExperts:
 
 
 def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:
-    """The smallest group of experts whose product on a device has `WORTHWHILE` operations.
-
-    - `rows`: how many tokens an expert of a device computes.
-    - `kernel`: the shape of the kernels, `[experts, embed, mlp]`.
-    - `layout`: which mesh axes they are sharded over.
-
-    It is a divisor of the number of experts of a device, and all of these if no group is enough.
-    """
+    """The smallest divisor of a device's experts whose product has `WORTHWHILE` operations."""
     experts, embed, mlp = kernel
     own = experts // layout.size("expert")
     operations = 2 * rows * embed * mlp // layout.size("mlp")
@@ -150,12 +124,8 @@ def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:
 class ExpertProducts:
     """The three matrix products of a group of experts, and the sum over groups.
 
-    In the shapes below, `owners` is the number of devices along the mesh axes of the experts,
-    `parts` the number of those along the axes of the hidden units, and `steps` the number of groups
-    of an owner, over which a scan runs.
-
-    - `layout`: which mesh axes the experts, the hidden units and the batch are sharded over.
-    - `group`: how many experts of each owner are computed by one product.
+    In the shapes below, `owners` are the devices along the mesh axes of the experts, `parts` those
+    along the axes of the hidden units, and `steps` the groups of an owner, over which a scan runs.
     """
 
     layout: Layout
@@ -167,16 +137,11 @@ class ExpertProducts:
         return self.layout.spec("expert", "mlp", "batch_beside_experts", None, None)
 
     def split(self, kernels: ExpertKernels, dtype: jax.typing.DTypeLike) -> tuple[Array, ...]:
-        """Kernels to `[steps, embed, group, owners, parts, mlp / parts]`; a scan runs over steps.
-
-        - `dtype`: to which they are cast. Cast here and not for each group, their gradients are
-          stacked in this dtype by the scan, and not in float32.
-
-        The axis over which kernels are gathered comes first, in all three, so that what is sent may
-        lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without a pipeline.
-
-        Raises InputError if the group does not divide the experts of an owner.
-        """
+        """Kernels to `[steps, embed, group, owners, parts, mlp / parts]` for a scan over steps."""
+        # Cast here and not for each group, their gradients are stacked in this dtype by the scan,
+        # and not in float32. The axis over which kernels are gathered comes first, so that what is
+        # sent may lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without a
+        # pipeline.
         gate, up, down = (kernel.astype(dtype) for kernel in kernels)
         own = gate.shape[0] // self.layout.size("expert")
         rule = f"model.expert_group={self.group} does not divide the {own} experts of a device"
@@ -184,11 +149,8 @@ class ExpertProducts:
         return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:
-        """A value per token and expert, in the order in which the scan visits the experts.
-
-        - `weights`: `[batch, seq, …, experts]`; the result is
-          `[steps, owners, 1, batch, seq, …, group, 1]`, which fits the hidden units.
-        """
+        """`[batch, seq, …, experts]` as the scan has it."""
+        # The result, `[steps, owners, 1, batch, seq, …, group, 1]`, fits the hidden units.
         *rest, experts = weights.shape
         owners = self.layout.size("expert")
         steps = experts // (owners * self.group)
@@ -200,35 +162,18 @@ class ExpertProducts:
         )
 
     def open_up(self, x: Array, gate: Array, up: Array) -> Array:
-        """silu(x · gate) · (x · up): the hidden units of a group.
-
-        - `x`: `[batch, seq, embed]`; the result is
-          `[owners, parts, batch, seq, group, mlp / parts]`.
-        - `gate`, `up`: of one group, `[embed, group, owners, parts, mlp / parts]`.
-        """
+        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`."""
         return gated(_open(self, x, gate), _open(self, x, up))
 
     def project(self, hidden: Array, down: Array) -> Array:
-        """The down projection, summed over the group: a partial sum for each owner and part.
-
-        - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`; the result is
-          `[owners, parts, batch, seq, embed]`.
-        - `down`: of one group, `[embed, group, owners, parts, mlp / parts]`.
-        """
+        """The down projection summed over the group: `[owners, parts, batch, seq, embed]`."""
         return _project(self, hidden, down)
 
     def kernel_gradient(self, tokens: Array, hidden: Array) -> Array:
-        """The gradient of a kernel of one group, sharded as the kernel is stored.
-
-        - `tokens`: `[…, batch, seq, embed]`, what gate and up read, or the cotangent of the down
-          projection's result.
-        - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`, the cotangent of the result
-          of gate or up, or what the down projection read.
-
-        The product is not sharded over embed from the start. Where it is, XLA for TPU (libtpu
-        0.0.42.1) cuts it into one per device, each of which waits for a neighbour: on 8 devices
-        without a pipeline this takes 0.87 ms, and the whole product 0.35.
-        """
+        """The gradient of a kernel of one group, sharded as the kernel is stored."""
+        # The product is not sharded over embed from the start. Where it is, XLA for TPU (libtpu
+        # 0.0.42.1) cuts it into one per device, each of which waits for a neighbour: on 8 devices
+        # without a pipeline this takes 0.87 ms, and the whole product 0.35.
         operands = [("bsd" if tokens.ndim == 3 else "otbsd", tokens), ("otbsef", hidden)]
         if ambient_platform() == "cpu":
             # `jnp.einsum` puts the free axes of its second operand first. With those of the hidden
@@ -249,12 +194,7 @@ class ExpertProducts:
         operands: tuple[Array, ...],
         dtype: jax.typing.DTypeLike = jnp.float32,
     ) -> Array:
-        """Σ over the groups of all owners and parts, `[batch, seq, …]`.
-
-        - `one_group`: (operands of one group) to `[owners, parts, batch, seq, …]`.
-        - `operands`: `[steps, …]` each.
-        - `dtype`: of the sum.
-        """
+        """Σ over the groups, owners and parts, `[batch, seq, …]`; operands are `[steps, …]`."""
         steps = operands[0].shape[0]
         first = tuple(operand[0] for operand in operands)
         if steps == 1:  # a scan of one step would keep a copy of what it reads
@@ -271,10 +211,6 @@ class ExpertProducts:
         return jnp.sum(total, axis=(0, 1))
 
     def _split(self, kernel: Array, embed_axis: int) -> Array:
-        """One kernel as `split` returns it.
-
-        - `embed_axis`: which axis of the kernel is embed; the others are experts and mlp.
-        """
         owners, parts = self.layout.size("expert"), self.layout.size("mlp")
         kernel = jnp.moveaxis(kernel, embed_axis, 0)
         embed, experts, mlp = kernel.shape
@@ -295,11 +231,7 @@ class ExpertProducts:
 
 
 def weighed(hidden: Array, weight: Array) -> Array:
-    """The hidden units times the router's weight of their expert.
-
-    - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`, as the result is.
-    - `weight`: `[owners, 1, batch, seq, group, 1]`, of the same dtype.
-    """
+    """Hidden units times weights `[owners, 1, batch, seq, group, 1]` of their expert."""
     return _weighed_on_cpu(hidden, weight) if ambient_platform() == "cpu" else hidden * weight
 
 
@@ -309,16 +241,10 @@ def weighed(hidden: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def _weighed_on_cpu(hidden: Array, weight: Array) -> Array:
-    """As `weighed`; the gradient of the weights is computed as products of matrices.
-
-    XLA for the CPU makes one loop of the multiplication and the sum over a token's hidden units
-    that JAX would use, and this loop takes as long as several products of the experts.
-    """
+    """As `weighed`; the gradient of the weights is computed as products of matrices."""
+    # XLA for the CPU makes one loop of the multiplication and the sum over a token's hidden units
+    # that JAX would use, and this loop takes as long as several products of the experts.
     return hidden * weight
-
-
-def _weigh_forward(hidden: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
-    return hidden * weight, (hidden, weight)
 
 
 def _weigh_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
@@ -330,7 +256,7 @@ def _weigh_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[A
     return cotangent * weight, d_weight.astype(weight.dtype)
 
 
-_weighed_on_cpu.defvjp(_weigh_forward, _weigh_backward)
+_weighed_on_cpu.defvjp(lambda *args: (args[0] * args[1], args), _weigh_backward)
 
 
 def _opened(products: ExpertProducts, x: Array, kernel: Array) -> Array:
@@ -338,12 +264,6 @@ def _opened(products: ExpertProducts, x: Array, kernel: Array) -> Array:
     spec = out_sharding(P(*products.partial, None))
     # In the other order XLA for TPU copies each gathered kernel into another layout.
     return jnp.einsum("deotf,bsd->otbsef", whole, x, out_sharding=spec)
-
-
-def _open_forward(
-    products: ExpertProducts, x: Array, kernel: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _opened(products, x, kernel), (x, kernel)
 
 
 def _open_backward(
@@ -357,19 +277,13 @@ def _open_backward(
 
 
 _open = jax.custom_vjp(_opened, nondiff_argnums=(0,))
-_open.defvjp(_open_forward, _open_backward)
+_open.defvjp(lambda products, *args: (_opened(products, *args), args), _open_backward)
 
 
 def _projected(products: ExpertProducts, hidden: Array, down: Array) -> Array:
     whole = gather_weight(down, products._stored, products._used)
     spec = out_sharding(products.partial)
     return jnp.einsum("otbsef,deotf->otbsd", hidden, whole, out_sharding=spec)
-
-
-def _project_forward(
-    products: ExpertProducts, hidden: Array, down: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _projected(products, hidden, down), (hidden, down)
 
 
 def _project_backward(
@@ -383,4 +297,4 @@ def _project_backward(
 
 
 _project = jax.custom_vjp(_projected, nondiff_argnums=(0,))
-_project.defvjp(_project_forward, _project_backward)
+_project.defvjp(lambda products, *args: (_projected(products, *args), args), _project_backward)

@@ -16,17 +16,10 @@ def logits_of(
     cap: float | None,
     layout: Layout,
 ) -> Float[Array, "batch seq vocab"]:
-    """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32.
-
-    - `hidden`: the output of the final norm.
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
-    - `layout`: which mesh axes the logical axes of kernel and result are sharded over.
-
-    The result is sharded by the logical axes `whole_batch` and `vocab_of_logits`, but for a
-    vocabulary that does not split over the latter: its logits are computed with columns of zeros
-    added to the kernel, then gathered, and these columns left out.
-    """
+    """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32."""
+    # They are sharded by `whole_batch` and `vocab_of_logits`, but for a vocabulary that does not
+    # split over the latter: its logits are computed with columns of zeros, then gathered, and these
+    # columns left out.
     columns, kernel = kernel.shape[1], used_kernel(kernel.astype(hidden.dtype), layout)
     spec = layout.spec("whole_batch", None, "vocab_of_logits")
     logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
@@ -37,13 +30,8 @@ def logits_of(
 
 
 def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Array, "embed any"]:
-    """The head's kernel as a product for logits reads it, which may have columns of zeros added.
-
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `layout`: which mesh axes the logical axes are sharded over.
-
-    All its rows are on each device, and columns are sharded by `vocab_of_logits`.
-    """
+    """The kernel, perhaps with columns of zeros, as a product for logits reads it."""
+    # All its rows are on each device, and columns are sharded by `vocab_of_logits`.
     devices = layout.size("vocab_of_logits")
     padded = with_columns(kernel, -(-kernel.shape[1] // devices) * devices, layout)
     stored = layout.spec("embed_of_vocab", "vocab" if padded is kernel else None)
@@ -53,12 +41,7 @@ def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Ar
 def with_columns(
     kernel: Float[Array, "embed vocab"], columns: int, layout: Layout
 ) -> Float[Array, "embed columns"]:
-    """The head's kernel with columns of zeros after its own, whole along them on each device.
-
-    - `kernel`: sharded by ("embed_of_vocab", "vocab").
-    - `columns`: how many the result has. A kernel that has them already is returned as it is.
-    - `layout`: which mesh axes the logical axes are sharded over.
-    """
+    """The kernel with columns of zeros after its own, whole along them on each device."""
     more = columns - kernel.shape[1]
     if not more:
         return kernel
@@ -68,14 +51,8 @@ def with_columns(
 def head_of_table(
     table: Float[Array, "vocab embed"], config: ModelConfig
 ) -> Float[Array, "embed vocab"]:
-    """The kernel of a head that is tied to the embedding table, in the dtype of the table.
-
-    - `table`: sharded by ("vocab", "embed_of_vocab"), and the kernel by ("embed_of_vocab",
-      "vocab").
-    - `config`: with `tied_head_dtype="bfloat16"` the kernel's values are rounded to bfloat16.
-
-    The gradient of the table is the kernel's, without rounding.
-    """
+    """The kernel, in the table's dtype, of a head that is tied to the embedding table."""
+    # With `tied_head_dtype="bfloat16"` its values are rounded, and its gradient is not.
     if config.tied_head_dtype is None:
         return table.T
     kept = jnp.finfo(config.tied_head_dtype)

@@ -19,8 +19,6 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, reordered
 
 
 class Targets(NamedTuple):
-    """The token ids to predict, and the weight of each in the loss."""
-
     ids: Int[Array, "*batch seq"]
     weights: Float[Array, "*batch seq"]
 
@@ -29,17 +27,9 @@ _Results = TypeVar("_Results")
 
 
 class LossOptions(NamedTuple):
-    """How the loss is computed.
-
-    - `chunks`: number of pieces into which the sequence is cut.
-    - `soft_cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
-    - `columns`: the size of the vocabulary, where the kernel may have columns of zeros after those
-      of the vocabulary, which count in nothing; None for a kernel without such columns.
-    """
-
-    chunks: int
-    soft_cap: float | None = None
-    columns: int | None = None
+    chunks: int  # pieces into which the sequence is cut
+    soft_cap: float | None = None  # the bound of the logits
+    columns: int | None = None  # of the vocabulary, if zeros may follow them in the kernel
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,6 @@ class _Plan:
 
     @property
     def hidden(self) -> P:
-        """The spec of the hidden states."""
         return P(*self.batch, None)
 
 
@@ -76,33 +65,23 @@ def chunked_cross_entropy(
 ) -> Float[Array, ""]:
     """Σ weights · (log Σ_v exp(logits_v) - logits_target), with logits = hidden · kernel.
 
-    - `hidden`: output of the last layer, sharded by `batch_axes`; its sequence and embed axes are
-      whole on every device.
-    - `kernel`: of the head, sharded by ("embed_of_vocab", "vocab").
-    - `targets`: token ids and their weights, sharded as `hidden`; an id outside the vocabulary
-      costs log Σ exp alone.
-    - `batch_axes`: logical axes of `hidden` before its sequence axis.
-    - `options`: the number of chunks of the sequence, the bound of the logits, and how many columns
-      of the kernel are the vocabulary.
-    - `layout`: which mesh axes the logical axes above are sharded over.
-
-    The product is computed in the dtype of `hidden`, everything after it in float32.
+    `hidden` and `targets` are sharded by `batch_axes`, the logical axes before the sequence;
+    sequence and embed are whole on every device. The kernel of the head is sharded by
+    ("embed_of_vocab", "vocab"). An id outside the vocabulary costs log Σ exp alone. The product is
+    computed in the dtype of `hidden`, everything after it in float32.
 
     The chunks are computed one after the other. Each device computes the logits of its own columns
-    of the vocabulary, for the tokens of all devices that hold the other columns: a chunk of
-    activations is sent, not the kernel. Where the kernel's rows are sharded too (over fsdp), it is
-    either gathered, or its row shards are exchanged for column shards, whichever sends fewer bytes
-    (`_tokens_travel`). They are always exchanged over mesh axes that shard its rows because its
-    columns do not split over them (`Layout.for_vocabulary`); for that it gets columns of zeros.
+    of the vocabulary, for the tokens of all devices that hold the other columns. Where the kernel's
+    rows are sharded too (over fsdp), it is either gathered, or its row shards are exchanged for
+    column shards, whichever sends fewer bytes. They are always exchanged over mesh axes that shard
+    its rows because its columns do not split over them (`Layout.for_vocabulary`); for that it gets
+    columns of zeros.
 
-    If the gradient is asked for, the forward pass computes it along with the loss (which is a
-    scalar, so that its gradient is known up to a factor), and no logits are computed twice. The
-    largest array kept is the float32 gradient of this device's columns. With hidden states in
-    float16 the weights are lifted for that (`lift_of`), so that gradients which the cotangent
-    brings into the range of float16 are not lost before.
-
-    Gradients have the shardings and dtypes of their arguments. Raises InputError when the gradient
-    with respect to the weights of the targets is asked for.
+    If the gradient is asked for, the forward pass computes it along with the loss, and no logits
+    are computed twice. The largest array kept is the float32 gradient of this device's columns.
+    With hidden states in float16 the weights are lifted for that (`lift_of`). Gradients have the
+    shardings and dtypes of their arguments; with respect to the weights of the targets there is
+    none.
     """
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
     columns = kernel.shape[1] if options.columns is None else options.columns
@@ -119,14 +98,11 @@ MOST_LIFTED = 4096  # sums of gradients over tokens are then in the range of flo
 def lift_of(
     weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike, *, summed: bool = False
 ) -> Float[Array, ""] | None:
-    """The power of two that brings the largest weight to between 1 and 2.
+    """The power of two that brings the largest weight of targets to between 1 and 2.
 
-    - `weights`: of targets.
-    - `dtype`: in which gradients are computed.
-    - `summed`: whether they add up over all tokens in that dtype. Then it is less for weights that
-      would have a sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
-
-    None for a dtype with the exponents of float32, which loses no small gradients.
+    It is None for a dtype with the exponents of float32. If gradients are `summed` over all tokens
+    in the dtype, it is less for weights with a sum above 4096 to 8192: such gradients of 2**18
+    tokens overflow float16.
     """
     if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
         return None
@@ -144,15 +120,10 @@ def hold_columns(
     batch_axes: tuple[str, ...],
     layout: Layout,
 ) -> tuple[Float[Array, "embed columns"], Layout]:
-    """The kernel as a loop holds it that computes a loss at each turn, and its layout.
-
-    - `kernel`, `batch_axes`, `layout`: as for `chunked_cross_entropy`.
-    - `hidden_shape`: of the hidden states of one turn together, `[*batch, seq, embed]`.
-
-    Row shards that each turn would exchange for column shards are exchanged here, once; the
-    gradients of all turns then add up in column shards, which are as large. A kernel that a turn
-    gathers is left as it is, because the loop would hold all of it.
-    """
+    """The kernel as a loop holds it that computes a loss at each turn, and its layout."""
+    # Row shards that each turn would exchange for column shards are exchanged here, once; gradients
+    # then add up in column shards, which are as large. A kernel that a turn gathers is left as it
+    # is, because the loop would hold all of it.
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
         return kernel, layout
@@ -170,14 +141,7 @@ def make_plan(
     chunks: int,
     layout: Layout,
 ) -> _Plan:
-    """How the devices of the ambient mesh share the work.
-
-    - `hidden_shape`: of all hidden states together, `[*batch, seq, embed]`.
-    - `columns`: of the kernel.
-    - `batch_axes`: logical axes of the hidden states before their sequence axis.
-    - `chunks`: number of pieces into which the sequence is cut.
-    - `layout`: which mesh axes the logical axes are sharded over.
-    """
+    """How the devices of the ambient mesh share the work on hidden states of this shape."""
     sizes = mesh_sizes()
     spread = {axis for name in batch_axes for axis in layout.axes(name)}
     stored, rows = layout.axes("vocab"), layout.axes("embed_of_vocab")
@@ -213,15 +177,10 @@ def _tokens_travel(
 ) -> bool:
     """Whether sending tokens along the mesh axes `rows` moves fewer bytes than sending the kernel.
 
-    - `columns`: size of the vocabulary.
-    - `stored`: mesh axes that shard the kernel's columns in any case.
-    - `rows`: mesh axes that shard the kernel's rows.
-    - `spread`: mesh axes that shard the tokens.
-
-    Counted per row of the kernel, in units of the size of an activation. If tokens are sent, each
-    token of the devices that then share the columns arrives and its gradient leaves: 1 + 1. If the
-    kernel is sent, each column of this device's part arrives and its gradient leaves: 1 + 2,
-    because the latter is float32.
+    Counted per row of the kernel, in units of the size of an activation: each token of the devices
+    that then share the columns arrives and its gradient leaves, 1 + 1, or each column of this
+    device's part arrives and its gradient leaves, 1 + 2, because the latter is float32. `stored`
+    shard the columns in any case, and `spread` the tokens.
     """
     sizes = mesh_sizes()
 
@@ -275,11 +234,7 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
 def _loss_forward(
     plan: _Plan, *primals: CustomVJPPrimal
 ) -> tuple[Array, tuple[Array, Array, Array | None, Array]]:
-    """The loss, and what `_loss_backward` makes of a cotangent.
-
-    These are the gradients with respect to `hidden` and `kernel` for the lifted weights, by what
-    they are lifted, and a scalar in the dtype of the kernel.
-    """
+    """The loss, the gradients for the lifted weights, their lift, and the kernel's dtype."""
     refuse_perturbed(
         "the loss was asked for the gradient with respect to the weights of its targets, which it "
         "does not give; use jax.lax.stop_gradient on them",
@@ -337,7 +292,6 @@ def _loss_forward(
 def _loss_backward(
     plan: _Plan, saved: tuple[Array, Array, Array | None, Array], cotangent: Array | SymbolicZero
 ) -> tuple[Array, Array, None, None]:
-    """Scales the gradients that the forward pass has computed."""
     hidden_gradient, kernel_gradient, lift, of_dtype = saved
     cotangent = or_zeros(cotangent)
     cotangent = cotangent if lift is None else cotangent / lift
@@ -351,14 +305,7 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 def _chunk_loss(
     plan: _Plan, kernel: Array, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
-    """The loss of one chunk on one device, and a function that gives what its gradient needs.
-
-    - `hidden`: `[tokens, embed]`, before the gather over `plan.shared`.
-    - `targets`, `weights`: `[tokens]`, likewise.
-
-    That function returns the gathered tokens `[tokens, embed]` and the gradient of their logits
-    `[tokens, columns]`, both in the dtype of `hidden`.
-    """
+    """One chunk's loss on a device, and a function to its gathered tokens and logits' gradient."""
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
     if plan.cap is not None:
@@ -388,7 +335,7 @@ def _chunk_loss(
 
 
 def _columns(logits: Array, plan: _Plan) -> Array:
-    """int32 `[tokens, columns]`: the token id of each column of this device."""
+    """The token id of each column of this device: int32 `[tokens, columns]`."""
     width = logits.shape[-1]
     offset = width * jax.lax.axis_index(plan.vocab) if plan.vocab else 0
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset

@@ -15,11 +15,7 @@ from nnx_pipeline.sharding.layout import P, is_explicit, out_sharding
 
 
 class Precision(NamedTuple):
-    """The dtypes of the operands of a product.
-
-    - `values`: of activations and kernels.
-    - `cotangents`: of cotangents of the results.
-    """
+    """The dtypes of activations and kernels, and of cotangents of the results."""
 
     values: str
     cotangents: str
@@ -27,32 +23,18 @@ class Precision(NamedTuple):
 
 # What `model.quantization` may be. The two formats of 8 bits are those of Micikevicius et al. 2022,
 # "FP8 formats for deep learning": cotangents get the one with the wider range.
-PRECISIONS = {
-    "int8": Precision("int8", "int8"),
-    "fp8": Precision("float8_e4m3fn", "float8_e5m2"),
-}
+PRECISIONS = {"int8": Precision("int8", "int8"), "fp8": Precision("float8_e4m3fn", "float8_e5m2")}
 # (equation, activations, kernel, sharding of the result) to the result
 Product = Callable[[str, Array, Array, P], Array]
 
 
 def full_product(equation: str, x: Array, kernel: Array, out: P) -> Array:
-    """The einsum of two arrays in their own dtype.
-
-    - `equation`: of `jnp.einsum`.
-    - `x`: activations.
-    - `kernel`: as a product reads it, in the dtype of `x`.
-    - `out`: the sharding of the result.
-    """
+    """The einsum of two arrays in their own dtype, sharded as `out`."""
     return jnp.einsum(equation, x, kernel, out_sharding=out_sharding(out))
 
 
 def product_of(config: ModelConfig) -> Product:
-    """The product that a model multiplies activations and kernels with.
-
-    - `config`: says by `quantization` in what precision.
-
-    Raises InputError if that needs Qwix, and it is not installed.
-    """
+    """The product that `quantization` of a config says; raises InputError without Qwix."""
     check_package(config)
     if config.quantization is None:
         return full_product
@@ -60,10 +42,6 @@ def product_of(config: ModelConfig) -> Product:
 
 
 def check_package(config: ModelConfig) -> None:
-    """Raises InputError if the products of a model need Qwix, and it is not installed.
-
-    - `config`: says by `quantization` whether they do.
-    """
     if config.quantization is not None and importlib.util.find_spec("qwix") is None:
         raise InputError(
             f"model.quantization={config.quantization!r} needs Qwix, which is not installed; "
@@ -75,18 +53,11 @@ def check_package(config: ModelConfig) -> None:
 def quantized_product(
     kind: Precision, equation: str, x: Float[Array, "..."], kernel: Float[Array, "..."], out: P
 ) -> Float[Array, "..."]:
-    """`full_product` of operands that are rounded to 8 bits.
-
-    - `kind`: the dtypes to which operands are rounded.
-
-    The other arguments, and the dtype of the result, are as for `full_product`.
-
-    Each operand is divided by its largest absolute values along the axes that are summed over, so
-    that every token has a scale, and every column of the kernel. The cotangent of `x` is such a
-    product too, of the cotangent of the result and the kernel; that of the kernel is computed in
-    the dtype of `x`, because its sum over tokens would need one scale for all of them (SwitchBack,
-    Wortsman et al. 2023, section 2.2). Rounding itself has the derivative 1.
-    """
+    """`full_product` of operands that are rounded to 8 bits."""
+    # Each operand is divided by its largest absolute values along the axes that are summed over.
+    # The cotangent of `x` is such a product too; that of the kernel is computed in the dtype of
+    # `x`, because its sum over tokens would need one scale for all of them (SwitchBack, Wortsman et
+    # al. 2023, section 2.2). Rounding itself has the derivative 1.
     return _product_forward(kind, equation, x, kernel, out)[0]
 
 
@@ -115,12 +86,8 @@ quantized_product.defvjp(_product_forward, _product_backward)
 def _rounded_product(
     equation: str, operands: tuple[Array, Array], dtypes: tuple[str, str], to: P | None
 ) -> Array:
-    """The einsum of two operands, each rounded to a dtype of 8 bits, in the dtype of the first.
-
-    - `equation`: its result has the axes of the first operand that are not summed over, and then
-      those of the second.
-    - `to`: the sharding of the result in explicit mode.
-    """
+    """The einsum of two operands, each rounded to 8 bits, in the dtype of the first."""
+    # Its result has the axes of the first that are not summed over, then those of the second.
     import qwix  # it takes seconds, and not every model needs it
 
     inputs, result = equation.split("->")

@@ -25,11 +25,8 @@ def gated_mlp(
 ) -> Float[Array, "batch seq embed"]:
     """(silu(x · gate) · (x · up)) · down, in the dtype of `x`.
 
-    - `x`: sharded by ("batch", None, None), as the result is.
-    - `gate`, `up`, `down`: kernels as they are stored; they are cast to the dtype of `x` and
-      gathered over the axes of `embed` here.
-    - `product`: multiplies activations and kernels, see `low_precision.product_of`.
-    - `layout`: which mesh axes the logical axes of `x` and kernels are sharded over.
+    `x` and the result are sharded by ("batch", None, None). Kernels are gathered over the axes of
+    `embed`.
     """
 
     def gathered(kernel: Array, *names: str) -> Array:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.ops._capacity.experts import CapacityExperts
+from nnx_pipeline.ops._capacity import CapacityExperts
 from nnx_pipeline.ops._experts import DenseExperts, ExpertKernels, Mix
 from nnx_pipeline.ops._grouped.experts import GroupedExperts
 from nnx_pipeline.ops._router import Routing, Usage, expert_usage, route
@@ -24,15 +24,12 @@ EXPERTS: dict[str, Callable[[ModelConfig], Mix]] = {
 
 
 class MoEKernels(NamedTuple):
-    """The kernels of router and experts, in the sharding and dtype in which they are stored."""
-
     router: Float[Array, "embed experts"]
     experts: ExpertKernels
     bias: Float[Array, "experts"] | None = None
 
 
 def mix_of(config: ModelConfig) -> Mix:
-    """What sends the tokens of a model through its experts."""
     return EXPERTS[config.experts](config)
 
 
@@ -47,16 +44,8 @@ def routed_experts(
 ) -> tuple[Float[Array, "batch seq embed"], Usage]:
     """Sends each token through the experts that the router chooses, and reports their usage.
 
-    - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the router and the experts, as they are stored.
-    - `real`: False for padding, which takes no room of an expert and does not count in the usage;
-      None if there is none.
-    - `config`: how the router chooses experts for each token, and how these are computed.
-    - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
-    - `remat`: what to keep of each expert for the backward pass.
-
-    Returns the weighted sum of the experts' outputs and the usage of each sequence. The router
-    works in the dtype of `x`.
+    `x` and the result are sharded by ("batch", None, None); the router works in the dtype of `x`.
+    Padding, where `real` is False, takes no room of an expert and does not count.
     """
     routing, mix = Routing.of(config), mix_of(config)
     kernel = gather_weight(

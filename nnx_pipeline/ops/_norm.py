@@ -8,12 +8,7 @@ from jaxtyping import Array, Float
 def multiply_scale(
     x: Float[Array, "*batch embed"], scale: Float[Array, "embed"], offset: float
 ) -> Array:
-    """Multiplies the last axis by the scale, which XLA fuses into the operations around it.
-
-    - `x`: normalised values.
-    - `scale`: as it is stored, in the dtype of `x`.
-    - `offset`: added to the scale, unless it is 0.
-    """
+    """Multiplies the last axis by the scale, which XLA fuses into the operations around it."""
     return x * (scale + offset if offset else scale)
 
 
@@ -26,10 +21,7 @@ def rms_norm(
 ) -> Float[Array, "*batch embed"]:
     """`x / sqrt(mean(x²) + epsilon)` in float32, cast to the dtype of `x`, then times the scale.
 
-    - `x`: its last axis must be whole on every device; the result has the same sharding.
-    - `scale`: as it is stored; it is cast to the dtype of `x`.
-    - `epsilon`: keeps the square root away from 0; `ModelConfig.norm_epsilon`.
-    - `scale_offset`: added to the scale; 1.0 for models whose scale is stored around 0.
+    The last axis of `x` must be whole on every device; the result has the same sharding.
     """
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)

@@ -1,9 +1,8 @@
 """Functions of what one device holds, inside layers that are mapped over stages and copies.
 
-A kernel that no compiler can shard runs under a `shard_map` over the whole mesh. The layers around
-it are mapped by `jax.vmap` over stages, and over copies of the weights, which leaves two things to
-do: the mesh axes of these maps have to be among those of the `shard_map`, and the kernel must not
-see an axis of length 1 in front of its arguments, because few kernels can be mapped themselves.
+A kernel that no compiler can shard runs under a `shard_map` over the whole mesh. The mesh axes of
+the maps around it have to be among those of the `shard_map`, and the kernel must not see an axis of
+length 1 in front of its arguments, because few kernels can be mapped themselves.
 """
 
 import functools
@@ -31,16 +30,11 @@ def per_device(
 ) -> Callable[..., OfDevice]:
     """A function of whole arrays that calls `function` on each device with its own shards.
 
-    - `function`: of the shards of one device; it may use collectives over all axes of the mesh. It
-      returns a tuple.
-    - `in_specs`, `out_specs`: the sharding of each argument, to which it is moved, and of each
-      result; a result that is a tuple of arrays has one for all of them. An argument that is not
-      sharded over a mesh axis is the same on all devices along it, and a result must be so.
-    - `refusal`: the text of the error for a derivative.
-
-    The result may be mapped by `jax.vmap` over an axis that is sharded over a mesh axis which the
-    specs do not name. Without a mesh it is `function` itself. It cannot be differentiated: give it
-    a derivative of its own, by `jax.custom_vjp`. Second derivatives then raise InputError.
+    `function` may use collectives over all axes of the mesh, and returns a tuple. Arguments are
+    moved to `in_specs`; a result that is a tuple of arrays has one spec for all of them. The result
+    may be mapped by `jax.vmap` over an axis that is sharded over a mesh axis which the specs do not
+    name. It cannot be differentiated: give it a derivative of its own, by `jax.custom_vjp`. Second
+    derivatives then raise InputError, `refusal`.
     """
 
     def call(*args: Array) -> OfDevice:
@@ -99,11 +93,9 @@ def _all_mapped(results: OfDevice) -> tuple[OfDevice, PyTree]:
 
 
 def one_by_one(function: Callable[..., OfDevice]) -> Callable[..., OfDevice]:
-    """The function, which under `jax.vmap` is called for one entry after the other.
-
-    - `function`: of arrays to a pytree of arrays. It sees no axis of a map: where a device holds
-      one entry, as of stages, its axis is taken away, and more entries are a loop.
-    """
+    """The function, which under `jax.vmap` is called for one entry after the other."""
+    # It sees no axis of a map: where a device holds one entry, as of stages, its axis is taken
+    # away, and more entries are a loop.
     call = custom_vmap(function)
 
     @call.def_vmap
@@ -131,17 +123,10 @@ def differentiable(
     shards: tuple[str, ...],
     refusal: str,
 ) -> Callable[..., Array]:
-    """`per_device` of a function that has a derivative: a kernel that brings its own.
-
-    - `function`: of the shards of one device to one array. JAX can differentiate it in reverse mode
-      by its floating-point arguments. It sees no axis of a map, as in `one_by_one`.
-    - `in_specs`, `out_spec`: as for `per_device`.
-    - `shards`: the mesh axes along which devices have different arguments or results.
-    - `refusal`: the text of the error for a second derivative.
-
-    What the derivative of `function` keeps for its backward pass is known to JAX alone. Each device
-    hands it over as it is, as its own part of arrays with a leading axis of devices.
-    """
+    """`per_device` of a function to one array with a derivative: a kernel that brings its own."""
+    # What its derivative keeps is known to JAX alone. Each device hands it over as it is, as its
+    # own part of arrays with a leading axis of devices. Along `shards` devices have different
+    # arguments or results. It sees no axis of a map.
     on_devices = P(shards or None)
 
     def forward_of(*args: Array) -> tuple[Array, PyTree]:
@@ -194,10 +179,8 @@ def _is_float(x: Array) -> bool:
 
 
 def _floats_of(args: Sequence[Array]) -> tuple[tuple[Array, ...], Callable[..., tuple[Any, ...]]]:
-    """The floating-point arguments, and a function that puts others into their places.
-
-    The places of integers then hold what they held, or `others` where that is given.
-    """
+    """The floating-point arguments, and a function that puts others into their places."""
+    # The places of integers then hold what they held, or `others` where that is given.
     keep = object()
 
     def put(floats: Sequence[Any], others: Any = keep) -> tuple[Any, ...]:

@@ -13,15 +13,11 @@ from nnx_pipeline.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen, and what weights they get.
+    """How `chosen` experts are chosen for a token, and what weights they get.
 
-    - `chosen`: how many experts are chosen for each token.
-    - `score`: `softmax` over all experts, or `sigmoid` of each expert alone.
-    - `normalize`: whether the weights of the chosen experts are divided by their sum.
-    - `scale`: multiplies the weights.
-    - `groups`: into how many groups of consecutive experts these are divided.
-    - `groups_per_token`: from how many of the groups the experts of a token are chosen.
-    - `weighs_bias`: whether the weights contain the bias of the chosen experts too.
+    They are of `groups_per_token` of `groups` groups of consecutive experts. Weights contain the
+    bias if `weighs_bias`, and are divided by their sum if `normalize`. A `sigmoid` is of each
+    expert alone, a `softmax` over all.
     """
 
     chosen: int
@@ -34,7 +30,6 @@ class Routing:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Routing":
-        """The routing of a model."""
         return cls(
             config.num_experts_per_token,
             config.router_score,
@@ -53,20 +48,14 @@ def route(
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
     """The weights of the experts chosen for each token, and their numbers, the best one first.
 
-    - `logits`: the router's output for every expert.
-    - `routing`: how experts are chosen, and what weights they get.
-    - `bias`: added to the scores by which experts are chosen; it has no gradient, unless
-      `routing.weighs_bias`: then the weights are made of the same sums.
+    A token goes to the experts with its largest scores, after the bias and within its best groups.
+    The bias has no gradient, unless `routing.weighs_bias`. Weights are computed in float32 and cast
+    back to the dtype of the logits:
 
-    A token goes to the experts with its largest scores, after the bias and within its best groups,
-    see `choose_experts`. Weights are computed in float32 and cast back to the dtype of the logits:
-
-        softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
-                              all logits divided by the sum over the chosen ones (Qwen3-MoE with
+        softmax, normalized:  the softmax of the chosen logits (Mixtral, and Qwen3-MoE with
                               `norm_topk_prob`)
         softmax:              the softmax of all logits (Qwen3-MoE without it)
-        sigmoid:              the sigmoid of each logit, divided by the sum over the chosen ones
-                              if normalized (DeepSeek-V3)
+        sigmoid:              that of each logit, divided by their sum if normalized (DeepSeek-V3)
     """
     if bias is None and routing.groups == 1:  # the largest scores are those of the largest logits
         top, experts = jax.lax.top_k(logits, routing.chosen)
@@ -101,18 +90,10 @@ def _shares(weights: Float[Array, "*batch chosen"]) -> Float[Array, "*batch chos
 
 
 def choose_experts(
-    scores: Float[Array, "*batch experts"],
-    routing: Routing,
-    bias: Float[Array, "experts"] | None,
+    scores: Float[Array, "*batch experts"], routing: Routing, bias: Float[Array, "experts"] | None
 ) -> Int[Array, "*batch chosen"]:
-    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
-
-    - `scores`: of every expert.
-    - `routing`: how many experts are chosen, and from how many groups.
-    - `bias`: added to the scores.
-
-    The best groups of a token are those in which the two largest scores have the largest sum.
-    """
+    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them."""
+    # The best groups are those in which the two largest scores have the largest sum.
     if bias is not None:
         scores = scores + jax.lax.stop_gradient(bias)
     if routing.groups > 1:
@@ -127,36 +108,27 @@ def choose_experts(
 def combine_weights(
     weights: Float[Array, "*batch chosen"], experts: Int[Array, "*batch chosen"], num_experts: int
 ) -> Float[Array, "*batch experts"]:
-    """The weight of every expert for every token, 0 where it was not chosen.
-
-    - `weights`, `experts`: of the chosen experts, from `route`.
-    - `num_experts`: how many experts there are, the last axis of the result.
-    """
+    """The weight of every expert for every token, 0 where it was not chosen."""
     chosen = jax.nn.one_hot(experts, num_experts, dtype=weights.dtype)
     return jnp.sum(weights[..., None] * chosen, axis=-2)
 
 
 def not_padding(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"] | None:
-    """Which tokens are no padding, which is segment 0; None without segments."""
+    """False for padding, which is segment 0; None without segments."""
     return None if segment_ids is None else segment_ids != 0
 
 
 class Usage(NamedTuple):
     """How a router used its experts, as means over the tokens of one or several sequences.
 
-    - `numbers`: the means of four numbers per expert, see `expert_usage`. They are one array,
-      because a TPU takes more than a microsecond for each array that is averaged on its own, which
-      is longer than averaging takes.
-    - `share_dropped`: the share of the choices that no expert took; None if all were taken.
-    - `share_real`: the share of the tokens that are not padding; None if there is no padding.
-
     Padding has zeros in the first two, and its choices are not dropped. The properties are means
     over the other tokens, and 0 where there are none.
     """
 
-    numbers: Float[Array, "*sequences 4 experts"]
-    share_dropped: Float[Array, "*sequences"] | None = None
-    share_real: Float[Array, "*sequences"] | None = None
+    # One array, because a TPU takes more than a microsecond for each that is averaged on its own.
+    numbers: Float[Array, "*sequences 4 experts"]  # see `expert_usage`
+    share_dropped: Float[Array, "*sequences"] | None = None  # None if all choices were taken
+    share_real: Float[Array, "*sequences"] | None = None  # not padding; None if there is none
 
     def _of_real(self, means: Array) -> Array:
         """Means over the tokens that are not padding, of means over all tokens."""
@@ -187,7 +159,6 @@ class Usage(NamedTuple):
 
     @property
     def dropped(self) -> Float[Array, "*sequences"]:
-        """The share of the choices that no expert took."""
         # If there are none, 0 is computed from an array that a map over stages maps: in explicit
         # mode JAX joins no array that is mapped with one that is not.
         if self.share_dropped is None:
@@ -205,16 +176,10 @@ def expert_usage(
 ) -> Usage:
     """The usage of the experts by each sequence, in float32; the router's losses are made of it.
 
-    - `logits`: the router's output for every expert, in any floating dtype.
-    - `experts`: the numbers of the chosen experts, from `route`.
-    - `dropped`: the share of the choices that no expert took; None if all are taken.
-    - `score`: as of `Routing`.
-    - `real`: False for padding, which does not count; None if there is none.
-
     Its four numbers of a token and an expert are whether the expert was chosen, its probability
     p_e, its part -p_e · log p_e of the entropy, and its part s_e · (log Σ_e exp(logit_e))² of the
     squared log-sum, where s is the softmax, whose sum is 1. The mean over the sequences of a
-    microbatch is the usage of that microbatch.
+    microbatch is the usage of that microbatch. `real` is False for padding, which does not count.
     """
     logits = logits.astype(jnp.float32)
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -237,8 +202,6 @@ def expert_usage(
 def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
     """experts · Σ_e (choices of e per token) · (mean probability of e).
 
-    - `usage`: of one or several microbatches.
-
     This is the auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4), extended to k
     choices per token. It is k when the experts are used evenly, and usually more when they are not.
     """
@@ -247,37 +210,23 @@ def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
 
 
 class RouterMetrics(NamedTuple):
-    """What routers report, as float32 means over layers and microbatches; 0 without a router.
+    """What routers report, as float32 means over layers and microbatches; 0 without a router."""
 
-    - `load_balance`: `load_balance_loss` of each microbatch; it depends on their number.
-    - `z_loss`: the mean over tokens of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022).
-    - `dropped`: the share of the choices that no expert took.
-    - `entropy`: of the router's distribution over the experts, in nats; log(experts) at most.
-    - `load`: the share of the choices that each expert got, dropped ones included, `[experts]`;
-      empty without a router.
-    """
-
-    load_balance: Float[Array, ""]
-    z_loss: Float[Array, ""]
-    dropped: Float[Array, ""]
-    entropy: Float[Array, ""]
-    load: Float[Array, "experts"]
+    load_balance: Float[Array, ""]  # `load_balance_loss`, which depends on the microbatches
+    z_loss: Float[Array, ""]  # the mean of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022)
+    dropped: Float[Array, ""]  # the share of the choices that no expert took
+    entropy: Float[Array, ""]  # of a token's distribution, in nats; log(experts) at most
+    load: Float[Array, "experts"]  # each one's share of the choices; empty without a router
 
     @classmethod
     def unpacked(cls, metrics: Float[Array, "numbers"] | None) -> "RouterMetrics":
-        """The metrics that a pipeline returns as one array, see `router_metrics`.
-
-        - `metrics`: None if the layers have no router.
-        """
+        """Of the one array that a pipeline returns; None if the layers have no router."""
         metrics = jnp.zeros(4, jnp.float32) if metrics is None else metrics
         return cls(metrics[0], metrics[1], metrics[2], metrics[3], metrics[4:])
 
 
 def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
-    """The `RouterMetrics` of one microbatch in one layer, as one array.
-
-    - `usage`: of the microbatch.
-    """
+    """The `RouterMetrics` of one microbatch in one layer, as one array."""
     first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
     choices = jnp.sum(usage.chosen)
     if usage.share_real is not None:  # a microbatch may be padding alone
@@ -286,9 +235,5 @@ def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
 
 
 def loss_weights(load_balance: float, z_loss: float, experts: int) -> np.ndarray:
-    """The weight of each number of `router_metrics` in the loss, float32.
-
-    - `load_balance`, `z_loss`: the weights of these two; all others have 0.
-    - `experts`: how many experts a router has.
-    """
+    """The weight of each number of `router_metrics` in the loss, float32."""
     return np.array([load_balance, z_loss, *[0.0] * (2 + experts)], np.float32)

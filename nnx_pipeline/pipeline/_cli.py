@@ -21,15 +21,6 @@ MOST_CELLS, MOST_DRAWN = 200_000, 20_000
 
 @dataclass(frozen=True)
 class Numbers:
-    """The options of `schedule` that give the size of its timetable.
-
-    - `stages`: the stages of the pipeline.
-    - `microbatches`: the microbatches of a step.
-    - `repeats`: how often each microbatch passes through all stages.
-    - `delay`: ticks, 1 or 2, until the output of a stage reaches the next stage.
-    - `layers`: the layers of the model, to show which stage has which.
-    """
-
     stages: int | None
     microbatches: int | None
     repeats: int
@@ -39,13 +30,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class ScheduleFiles:
-    """The files of `schedule`.
-
-    - `picture`: where the timetable is drawn.
-    - `both`: where circular and 1f1b are drawn in one picture.
-    - `csv`: where it is written.
-    - `read`: where it is read from.
-    """
+    """The files of `schedule`; the timetable is written to all but `read`."""
 
     picture: str | None
     both: str | None
@@ -63,9 +48,7 @@ class ScheduleFiles:
     Numbers,
     click.option("--stages", type=COUNT, help="Stages of the pipeline."),
     click.option(
-        "--microbatches",
-        type=COUNT,
-        help="Microbatches of a step; a multiple of the stages.",
+        "--microbatches", type=COUNT, help="Microbatches of a step; a multiple of the stages."
     ),
     click.option(
         "--repeats",
@@ -152,22 +135,16 @@ def _show_plan(
 ) -> None:
     from nnx_pipeline.lab._report.output import emit_json, show
     from nnx_pipeline.pipeline._stack import make_stack
+    from nnx_pipeline.pipeline._timetable import text
     from nnx_pipeline.pipeline._timetable.actions import actions_of
-    from nnx_pipeline.pipeline._timetable.both import make_both
-    from nnx_pipeline.pipeline._timetable.figure import write_picture
-    from nnx_pipeline.pipeline._timetable.layers import (
-        layers_table,
-        layers_to_json,
-        summary_of_layers,
-    )
-    from nnx_pipeline.pipeline._timetable.text import legend, summary, timetable
+    from nnx_pipeline.pipeline._timetable.figure import make_both, write_picture
 
-    views: list[Any] = [summary(plan), timetable(plan), legend(plan)]
+    views: list[Any] = [text.summary(plan), text.Timetable(plan), text.legend(plan)]
     own = {}
     if numbers.layers is not None:
         stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
-        views += [summary_of_layers(stack, plan), layers_table(stack)]
-        own = {"layers": layers_to_json(stack, plan)}
+        views += [text.summary_of_layers(stack, plan), text.layers_table(stack)]
+        own = {"layers": text.layers_to_json(stack, plan)}
     for view in views:
         show(view, json_path=json_path)
     emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
@@ -181,7 +158,6 @@ def _show_plan(
 
 
 def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
-    """Checks and shows a timetable that is read from a file."""
     from nnx_pipeline.lab._report.output import check_outputs, emit_json, show
     from nnx_pipeline.pipeline._timetable.actions import read_csv
     from nnx_pipeline.pipeline._timetable.text import ActionsTable, summary_of_actions

@@ -1,8 +1,7 @@
-"""Cuts batches into microbatches, and moves the arrays that a user gives to where loops read them.
+"""Cuts batches into microbatches, and moves arrays of the user to where the loops read them.
 
-In explicit mode the sharding of an array is part of its type, and the loops are written for one
-sharding of the axes that they cut. In auto mode the compiler moves what is placed elsewhere. An
-array that is already in place is passed on unchanged.
+In explicit mode the sharding of an array is part of its type, and the loops are written for one. In
+auto mode the compiler moves what is placed elsewhere.
 """
 
 import math
@@ -18,50 +17,37 @@ from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
-from nnx_pipeline.pipeline._exchange.buffers import stage_axis
+from nnx_pipeline.pipeline._exchange import stage_axis
 from nnx_pipeline.sharding.dropout import sequence_keys
-from nnx_pipeline.sharding.layout import Layout, P, is_explicit, mesh_sizes, place
+from nnx_pipeline.sharding.layout import Layout, P, is_explicit, is_variable, mesh_sizes, place
 
 Entry = str | tuple[str, ...] | None
 
 
 def place_stacked(tree: PyTree) -> PyTree:
-    """Moves parameters `[repeats, stages, …]`: only the second axis is sharded over `stage`.
-
-    The first axis is not sharded; the axes after the second keep their sharding over other mesh
-    axes.
-    """
-    return _each(tree, "a parameter", lambda spec: [None, stage_axis(), *_off_stages(spec[2:])])
+    """Moves parameters `[repeats, stages, …]`: only the second axis is sharded over `stage`."""
+    return _each(
+        tree, "a parameter", lambda spec: [None, stage_axis(), *map(_without_stage, spec[2:])]
+    )
 
 
 def place_microbatches(tree: PyTree) -> PyTree:
     """Moves activations `[microbatches, …]`: only the first axis is sharded over `stage`."""
-    return _each(tree, "a microbatch", lambda spec: [stage_axis(), *_off_stages(spec[1:])])
+    return _each(tree, "a microbatch", lambda spec: [stage_axis(), *map(_without_stage, spec[1:])])
 
 
 def place_on_every_stage(tree: PyTree) -> PyTree:
     """Moves inputs `[microbatches, …]` so that every stage holds all microbatches."""
-    return _each(tree, "an input", lambda spec: [None, *_off_stages(spec[1:])])
+    return _each(tree, "an input", lambda spec: [None, *map(_without_stage, spec[1:])])
 
 
 def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
-    """Moves arrays, such as weights that the user's functions read, onto the mesh as they are.
-
-    They keep their sharding.
-
-    - `what`: what to call one of them in an error.
-    """
+    """Moves arrays onto the mesh, with the sharding that they have; errors call one `what`."""
     return _each(tree, what, lambda spec: spec)
 
 
 def by_names(tree: Any, layout: Layout) -> Any:
-    """The module with every variable moved to the placement of its logical axes.
-
-    - `tree`: a module whose variables all have `logical_axes` in their metadata.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-
-    Raises InputError for a variable without them, which the pipeline has not made.
-    """
+    """The module with every variable moved to the placement of its logical axes."""
 
     def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         axes = variable.get_metadata().get("logical_axes")
@@ -76,18 +62,15 @@ def by_names(tree: Any, layout: Layout) -> Any:
         new = _moved(old, "a parameter", lambda _: [*spec])
         return variable if new is old else variable.replace(new)
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
 @dataclass(frozen=True)
 class Batches:
     """How a global batch is cut into pieces, for arrays `[batch, …]` of any kind.
 
-    - `layout`: how activations are sharded, with an axis of copies where the layers run in copies
-      (`Layout.copy`).
-    - `microbatches`: how many microbatches the batch has.
-    - `one_by_one`: whether the microbatches go through the layers one by one. If they go through
-      together, there is no axis of microbatches, and each copy has its part of every microbatch.
+    If the microbatches do not go through the layers `one_by_one`, there is no axis of microbatches,
+    and each copy (`Layout.copy`) has its part of every microbatch.
     """
 
     layout: Layout
@@ -103,7 +86,6 @@ class Batches:
         return ("copy", "batch") if copy else ("whole_batch",)
 
     def check_inputs(self, tree: PyTree, batch: int) -> None:
-        """Raises InputError unless every array of the tree is `[batch, …]`."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             shape = jnp.shape(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
             if shape is None or shape[:1] != (batch,):
@@ -115,7 +97,6 @@ class Batches:
                 )
 
     def check(self, batch: int) -> None:
-        """Raises InputError unless a batch of `batch` sequences can be cut in this way."""
         if not batch:
             raise InputError("the batch of a pipeline has no sequences; give one or more")
         rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
@@ -127,11 +108,7 @@ class Batches:
             divides(parts, microbatch, rule=rule)
 
     def arrange_all(self, x: PyTree, key: Array | None) -> tuple[PyTree, Array | None, int]:
-        """Every array of a batch arranged, a dropout key per sequence, and how many they are.
-
-        - `x`: floating `[batch, …]`, or any pytree of such arrays.
-        - `key`: None for no dropout.
-        """
+        """Every array of a batch arranged, a dropout key per sequence, and their number."""
         batch = batch_of(x)
         self.check(batch)
         keys = None if key is None else sequence_keys(key, batch)
@@ -151,19 +128,12 @@ class Batches:
         return place(x, self.layout.spec(*self.axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
-        """Cuts `[batch, …]` into `[microbatches, …]`; every stage holds all microbatches.
-
-        After the axis of microbatches come the axes of `axes`, from the second on.
-        """
+        """Cuts `[batch, …]` into microbatches, which every stage holds, and copies."""
         rest = [None] * (x.ndim - 1)
         return place(self._cut(x), self.layout.spec(None, *self.axes[1:], *rest))
 
     def as_batch(self, x: Array, batch: int) -> Array:
-        """The inverse of `arrange`: back to `[batch, …]`, laid out as `whole_batch`.
-
-        - `x`: with the axes of `axes` in the place of the batch.
-        - `batch`: the number of sequences.
-        """
+        """The inverse of `arrange`: back to `[batch, …]`, laid out as `whole_batch`."""
         # A reshape that merges axes can keep the sharding of the first of them only.
         if self.one_by_one:
             x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
@@ -184,10 +154,7 @@ class Batches:
 
 
 def batch_of(x: PyTree) -> int:
-    """The size of the batch of activations; raises InputError unless all are floating `[batch, …]`.
-
-    - `x`: an array or any pytree of arrays.
-    """
+    """The size of the batch; raises InputError unless all activations are floating `[batch, …]`."""
     leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
     for leaf in leaves or [x]:
         kind = getattr(leaf, "dtype", None)
@@ -206,10 +173,6 @@ def batch_of(x: PyTree) -> int:
     return int(sizes[0])
 
 
-def _off_stages(spec: list[Entry]) -> list[Entry]:
-    return [_without_stage(entry) for entry in spec]
-
-
 def _without_stage(entry: Entry) -> Entry:
     if isinstance(entry, tuple):
         return tuple(name for name in entry if name != "stage")
@@ -221,7 +184,7 @@ def _each(tree: PyTree, what: str, wanted: Callable[[list[Entry]], list[Entry]])
 
 
 def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
-    """Moves an array from its spec to `wanted(spec)`; raises InputError where that fails."""
+    """Moves an array from its spec to `wanted(spec)`."""
     try:
         x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:

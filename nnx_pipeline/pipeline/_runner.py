@@ -40,29 +40,18 @@ class Runner:
     """Runs the layers of a pipeline without owning them; `make_runner` makes one.
 
     The layers that its methods take are one callable pytree of variables `[repeats, stages, layers
-    per stage, …]` with `logical_axes`, as `make_layers` makes it. With ZeRO-1 it is `Zero1Layers`,
-    which holds the layers as they are stored and the shards that the gradient is computed for.
-
-    If there are several kinds of layers it is a list of such pytrees, one for each kind.
-
-    - `config`: how the layers run over the stages.
-    - `stack`: which layer is where.
-    - `layout`: how activations are sharded, with an axis of copies where the layers run in copies.
-    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1
-      on the ambient mesh, have been removed from its `zero1`.
-    - `at_once`: whether all microbatches go through the layers at once even where there are
-      several, which the caller then does, on a mesh without stages.
+    per stage, …]` with `logical_axes`, as `make_layers` makes it, or a list of them, one for each
+    kind. With ZeRO-1 they are `Zero1Layers`.
     """
 
     config: PipelineConfig
     stack: Stack
-    layout: Layout
-    weights: WeightOptions
-    at_once: bool = False
+    layout: Layout  # with an axis of copies where the layers run in copies
+    weights: WeightOptions  # `zero1` without mesh axes of size 1 and those beside the batch
+    at_once: bool = False  # the caller sends all microbatches through the layers at once
 
     @property
     def num_stages(self) -> int:
-        """How many stages the layers were made for."""
         return self.stack.stages
 
     def run(
@@ -70,10 +59,9 @@ class Runner:
     ) -> tuple[Any, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
-        - `layers`: the stacked layers, as `split_state` gives them. What the layers leave of their
-          state, if they have any, is returned last.
-        - `x`: activations laid out by `batches.arrange`, an array or any pytree of arrays; the
-          result has the same layout.
+        - `layers`: as `split_state` gives them. What they leave of their state, if any, is returned
+          last.
+        - `x`: laid out by `batches.arrange`, as the result is.
         - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments.
         - `keys`: for dropout, as `sharding.dropout.sequence_keys` makes them; None leaves it out.
         """
@@ -108,15 +96,7 @@ class Runner:
         keys: Array | None = None,
         metric_weights: PyTree = None,
     ) -> Any:
-        """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
-
-        - `layers`: the stacked layers.
-        - `ends`: what comes before and after the layers. Both functions work on one microbatch;
-          its activations have the axes of `batches.axes` without the first.
-        - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
-        - `side`, `keys`: as in `run`.
-        - `metric_weights`: the weight of each metric of a layer in the loss.
-        """
+        """As `CircularPipeline.loss`, with `keys` as for `run`."""
         check_layer_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
         check_loss(ends, inputs, self.config.schedule)
@@ -140,12 +120,7 @@ class Runner:
         )
 
     def _as_activations(self, x: PyTree, rows: PyTree) -> PyTree:
-        """What `enter` made, with the batch sharded as in the outputs of the layers.
-
-        - `rows`: the inputs that it was made from.
-
-        Raises InputError unless it has the axes of the batch that the inputs have.
-        """
+        """What `enter` made of these rows, with the batch sharded as the layers' outputs."""
         number = len(self.batches.axes) - 1
         for leaf in jax.tree.leaves(x):
             want = [jnp.shape(row)[:number] for row in jax.tree.leaves(rows)[:1]]
@@ -167,11 +142,7 @@ class Runner:
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut and laid out on the ambient mesh.
-
-        Raises InputError on a mesh with another number of stages, and when the number of
-        microbatches does not fit the stages.
-        """
+        """How a batch is cut and laid out on the ambient mesh."""
         on_mesh = ambient_mesh().stage
         if on_mesh != self.num_stages:
             raise InputError(
@@ -188,7 +159,6 @@ class Runner:
 
     @property
     def in_microbatches(self) -> bool:
-        """Whether the batch goes through the layers microbatch by microbatch."""
         return not self.at_once and self.config.loops_on(self.num_stages)
 
     @overload
@@ -198,7 +168,6 @@ class Runner:
     def schedule(self, name: Literal["1f1b"]) -> OneForwardOneBackward: ...
 
     def schedule(self, name: str) -> Schedule:
-        """The schedule called `name`; raises InputError when its numbers do not fit together."""
         return make_schedule(
             name,
             stages=self.num_stages,
@@ -208,10 +177,6 @@ class Runner:
         )
 
     def split(self, shared: Side) -> BatchSplit | None:
-        """How the layers cut the batch of a call into parts.
-
-        - `shared`: what they read besides that has no axis of the batch.
-        """
         if self.config.batch_split == 1:
             return None
         devices = self.layout.size("batch")
@@ -225,9 +190,8 @@ class Runner:
     def _stage(self, shared: Side) -> StageLayers:
         layout = self.layout.gathered(gathered_axes(self.config))
         microbatches = 1 if self.in_microbatches else self.batches.microbatches
-        return StageLayers(
-            self.stack, self._in_turn, layout, self.split(shared), shared, microbatches
-        )
+        split = self.split(shared)
+        return StageLayers(self.stack, self._in_turn, layout, split, shared, microbatches)
 
     @property
     def _in_turn(self) -> LayersInTurn:
@@ -266,18 +230,9 @@ def make_runner(
     layout: Layout = Layout(),
     weights: WeightOptions = WeightOptions(),
 ) -> Runner:
-    """Makes the runner for the ambient mesh.
-
-    - `config`: how the layers run over the stages.
-    - `num_layers`: the number of layers of the whole model.
-    - `kinds`: how many kinds of layers take turns.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `weights`: as for `CircularPipeline`.
-
-    Raises InputError when the layers do not divide into stages, repeats and kinds. The number of
-    microbatches is not checked here but when a batch comes, so that a model can be created on a
-    mesh that its number of microbatches does not fit.
-    """
+    """The runner for the ambient mesh; raises InputError for layers that do not divide."""
+    # The number of microbatches is not checked here but when a batch comes, so that a model can be
+    # created on a mesh that its number of microbatches does not fit.
     stack = make_stack(
         num_layers,
         stages=ambient_mesh().stage,

@@ -12,12 +12,8 @@ from nnx_pipeline.lab.errors import InputError, counted, divides, do_not_split, 
 class Stack:
     """The places of the layers: layer = (repeat · stages + stage) · per_stage + j.
 
-    - `repeats`, `stages`: how often a microbatch goes round how many stages.
-    - `per_stage`: how many layers a stage applies to a microbatch per visit.
-    - `layers`: the number of layers of the model. The places from this number on are padding: what
-      is computed there is discarded.
-    - `kinds`: how many kinds of layers there are. Layer i is of kind i mod kinds, and the layers of
-      each kind have a stack of their own.
+    Places from the number `layers` on are padding. Layer i is of kind i mod kinds, and each kind
+    has a stack of its own.
     """
 
     repeats: int
@@ -33,12 +29,10 @@ class Stack:
 
     @property
     def visits(self) -> int:
-        """How many visits a microbatch makes: each of the stages in each of the repeats."""
         return self.repeats * self.stages
 
     @property
     def padding(self) -> int:
-        """How many places are padding."""
         return self.visits * self.per_stage - self.layers
 
     def numbers(self, kind: int = 0) -> np.ndarray:
@@ -47,21 +41,13 @@ class Stack:
         return everything.reshape(self.repeats, self.stages, -1)[:, :, kind :: self.kinds]
 
     def count(self, kind: int = 0) -> int:
-        """How many layers of the model are of a kind."""
         return len(range(kind, self.layers, self.kinds))
 
 
 def make_stack(
     layers: int, *, stages: int, repeats: int, kinds: int = 1, pad: bool = False
 ) -> Stack:
-    """The stack of a model with `layers` layers.
-
-    - `stages`, `repeats`, `kinds`: as of `Stack`.
-    - `pad`: whether to fill places that are left over, in the last stages of the last repeat.
-
-    Raises InputError unless the layers split into stages and repeats, and the layers of a stage
-    into kinds.
-    """
+    """The stack of a model with so many layers; `pad` fills the last stages of the last repeat."""
     visits = stages * repeats
     if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise InputError(

@@ -21,11 +21,7 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, with_layo
 
 @dataclass(frozen=True)
 class StackedLayers:
-    """The form in which a loop reads stacked layers, and how it gathers their weights.
-
-    - `config`, `stack`, `layout`, `weights`: as of `Runner`.
-    - `apart`: whether the layers of a stage are separate arrays, see `LayersInTurn.apart`.
-    """
+    """The form in which a loop reads layers, which may be `apart`, and gathers their weights."""
 
     config: PipelineConfig
     stack: Stack
@@ -34,11 +30,8 @@ class StackedLayers:
     apart: bool
 
     def stacked(self, layers: Any) -> Any:
-        """A pair for each kind of layers: their stack, and the number of each.
-
-        Both have an axis of copies along the mesh axes of `_copied`. If the layers of a stage are
-        separate arrays, there is such a pair for each layer of a stage.
-        """
+        """For each kind, or each layer of a stage if they are `apart`, stack and numbers."""
+        # Both have an axis of copies along the mesh axes of `_copied`.
         if self.weights.zero1:
             shards = self.shards(layers, skip=0, axis=2)
             layers = shards.copies(layers) if self._copied else shards.of(layers)
@@ -55,14 +48,10 @@ class StackedLayers:
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
 
     def copies_of_one(self, layer: Any) -> Any:
-        """The weights of one layer `[…]` with an axis of copies before."""
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
     def kinds(self, layers: Any, layout: Layout | None = None) -> list[Any]:
-        """The stacked layers of each kind.
-
-        - `layout`: what their attributes `layout` become; None leaves them.
-        """
+        """The stacked layers of each kind, with another attribute `layout` if it is given."""
         if layout is not None and isinstance(layers, Zero1Layers):
             layers = dataclasses.replace(layers, whole=with_layout(layers.whole, layout))
         elif layout is not None:
@@ -80,11 +69,9 @@ class StackedLayers:
 
     @property
     def _copied(self) -> tuple[str, ...]:
-        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop.
-
-        There are none where the loop itself gathers weights: it then gathers the shards of ZeRO-1,
-        and adds up gradients as shards.
-        """
+        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop."""
+        # None where the loop itself gathers weights: it then gathers the shards of ZeRO-1, and adds
+        # up gradients as shards.
         copies = self.layout.axes("copy")
         return copies if copies == self.weights.zero1 and not gathered_axes(self.config) else ()
 
@@ -100,10 +87,7 @@ class StackedLayers:
         return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
 
     def fsdp_gather(self, layers: Any) -> FsdpGather:
-        """Which axes of the arrays of `stacked` are gathered, and when.
-
-        - `layers`: the stacked layers.
-        """
+        """Which axes of the arrays of `stacked` are gathered, and when."""
         copies, over = self.layout.axes("copy"), gathered_axes(self.config)
         if copies == self._copied:
             return FsdpGather(prefetch=self.config.prefetches)
@@ -125,11 +109,6 @@ class StackedLayers:
         )
 
     def shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
-        """The shards of ZeRO-1; see `gradient_shards`.
-
-        - `layers`: layers of one kind, or the list of all kinds.
-        - `skip`, `axis`: as for `gradient_shards`.
-        """
         whole = layers.whole if isinstance(layers, Zero1Layers) else layers
         weights = self.weights
         return gradient_shards(
@@ -138,12 +117,6 @@ class StackedLayers:
 
 
 def check_layer_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int) -> None:
-    """Raises InputError for layers with state that depends on the mesh, or runs in copies.
-
-    - `layers`: the stacked layers.
-    - `config`, `layout`: as of `Runner`.
-    - `stages`: how many stages the layers were made for.
-    """
     if not isinstance(layers, WithState):
         return
     if config.batch_split > 1:
@@ -169,10 +142,7 @@ def check_layer_state(layers: Any, config: PipelineConfig, layout: Layout, stage
 
 
 def _why_in_copies(config: PipelineConfig, axes: tuple[str, ...]) -> tuple[str, str]:
-    """The option by which layers run in copies, and what to set in its place.
-
-    - `axes`: the mesh axes along which they do.
-    """
+    """The option by which layers run in copies along these axes, and what to set instead."""
     if set(axes) & set(gathered_axes(config)):
         return f"pipeline.fsdp_gather={config.fsdp_gather}", "pipeline.fsdp_gather=use"
     if not config.accumulates:

@@ -1,9 +1,4 @@
-"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients.
-
-Where the loop gathers weights before it uses them, it gathers the shards of ZeRO-1 (`of`): to it
-they are weights that are sharded over one more mesh axis. Elsewhere each device reads the whole
-weights that it stores (`copies`), and the shards get the gradient.
-"""
+"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients."""
 
 import dataclasses
 import functools
@@ -13,21 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.sharding._gradients import or_zeros, refuse_perturbed, values_of
-from nnx_pipeline.sharding.layout import Layout, P, place
+from nnx_pipeline.sharding.layout import Layout, P, is_variable, place
 
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class Zero1Layers:
-    """Stacked layers whose gradient is sharded by ZeRO-1, to be used in the place of the layers.
-
-    - `whole`: the layers as they are stored; they have no gradient.
-    - `shards`: the same layers, laid out by `Layout.zero1`; the gradient is with respect to these.
-    """
+    """The layers as they are stored, and as `Layout.zero1` shards them, with the gradient."""
 
     whole: Any
     shards: Any
@@ -37,18 +27,15 @@ class Zero1Layers:
 class GradientShards:
     """Which shard of the gradient each device gets, for weights that are replicated along `over`.
 
-    - `stored`: the partition spec of each stored array, in tree order.
-    - `sharded`: the spec of each array when it is also sharded over `over`. If it equals the stored
-      spec, because the array has no axis to shard, the gradient is summed by an all-reduce.
-    - `over`: the mesh axes along which gradients are summed and sharded.
-    - `axis`: the position of the axis of copies.
-    - `dtype`: the dtype in which gradients are summed, None for their own.
+    `stored` and `sharded` are the specs of each array in tree order, without and with `over`. Where
+    both are equal, because the array has no axis to shard, an all-reduce sums the gradient, in
+    `dtype`.
 
-    The layers get weights with an axis of copies over these mesh axes, one copy per device, so that
-    each device's gradient is its own until it is summed. The gradient is taken with respect to a
-    second argument, which holds the same weights with every array also sharded over `over`; so one
-    reduce-scatter makes it. With respect to the whole weights it would be an all-reduce with twice
-    the traffic, and XLA keeps that even if only a part of the result is read afterwards.
+    The layers get weights with an axis of copies (`axis`), one copy per device, so that each
+    device's gradient is its own until it is summed. The gradient is taken with respect to a second
+    argument, the same weights sharded over `over` too; so one reduce-scatter makes it. With respect
+    to the whole weights it would be an all-reduce with twice the traffic, and XLA keeps that even
+    if only a part of the result is read afterwards.
     """
 
     stored: tuple[P, ...]
@@ -58,13 +45,8 @@ class GradientShards:
     dtype: jax.typing.DTypeLike | None = None
 
     def copies(self, layers: Any) -> PyTree:
-        """The values of the layers, with one copy per device along the mesh axes.
-
-        - `layers`: `Zero1Layers`, whose shards get the gradient, or plain layers, which get it
-          themselves by an all-reduce.
-
-        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
-        """
+        """The values of the layers, with one copy per device along the mesh axes."""
+        # Of plain layers the gradient is summed by an all-reduce.
         if isinstance(layers, Zero1Layers):
             leaves, tree = jax.tree.flatten(layers.whole)
             return jax.tree.unflatten(tree, _copy(self, jax.tree.leaves(layers.shards), leaves))
@@ -73,12 +55,7 @@ class GradientShards:
         return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
 
     def of(self, layers: Any) -> PyTree:
-        """The layers as shards, for a loop that gathers them.
-
-        - `layers`: `Zero1Layers`, whose shards are taken, or plain layers, which are sharded here.
-
-        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
-        """
+        """The layers as shards, which a loop gathers like other weights."""
         if isinstance(layers, Zero1Layers):
             leaves, tree = jax.tree.flatten(layers.shards)
             return jax.tree.unflatten(tree, _take(leaves, jax.tree.leaves(layers.whole)))
@@ -87,16 +64,11 @@ class GradientShards:
 
     @property
     def copy_specs(self) -> tuple[P, ...]:
-        """The partition spec of each array of copies."""
         at = self.axis
         return tuple(P(*spec[:at], self.over, *spec[at:]) for spec in self.stored)
 
     def shard(self, gradient: Array, stored: P, sharded: P) -> Array:
-        """This device's shard of the sum of all copies' gradients, to be called in a `shard_map`.
-
-        - `gradient`: the gradient of this device's copy.
-        - `stored`, `sharded`: the specs of the array.
-        """
+        """This device's shard of the sum of all copies' gradients, within a `shard_map`."""
         dtype = gradient.dtype
         gradient = jnp.squeeze(gradient, self.axis).astype(self.dtype or dtype)
         spread = [axis for axis, entry in enumerate(sharded) if entry != stored[axis]]
@@ -118,14 +90,8 @@ def gradient_shards(
     axis: int,
     dtype: jax.typing.DTypeLike | None,
 ) -> GradientShards:
-    """The shards of the gradient of stacked layers.
-
-    - `layers`: a module whose variables all have `logical_axes` in their metadata.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `skip`: how many of the first axes of the stack the arrays do not have.
-    - `over`, `axis`, `dtype`: as for `GradientShards`.
-    """
-    variables = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    """The shards of layers whose arrays do not have the first `skip` axes of the stack."""
+    variables = jax.tree.leaves(layers, is_leaf=is_variable)
     names = [variable.get_metadata("logical_axes")[skip:] for variable in variables]
     spread = layout.zero1(over)
     return GradientShards(

@@ -39,12 +39,11 @@ class ModelEnds:
 class ModelFunctions:
     """The functions of a whole model, which share no state but may close over the same arrays.
 
-    - `enter`, `leave`: as of `ModelEnds`.
+    - `enter`, `leave`, `lift`: as of `ModelEnds`.
     - `apply_stage`: as for `run_pipeline`, or, for `run_timetable` alone, a list with one such
       function for each stage. All take and give the same activations and metrics.
     - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
       pytree of numbers like the metrics. A metric with None or 0 is not differentiated.
-    - `lift`: as of `ModelEnds`.
     """
 
     enter: Enter
@@ -62,7 +61,6 @@ class Weights(NamedTuple):
     leave: PyTree  # of `ModelEnds.leave`, such as final norm and head
 
     def placed(self) -> "Weights":
-        """The weights where the loops read them."""
         ends = entry.as_arrays(self.enter), entry.as_arrays(self.leave)
         return Weights(ends[0], entry.place_stacked(self.stages), ends[1])
 
@@ -76,11 +74,6 @@ class Inputs(NamedTuple):
 
 
 def check_loss(ends: Any, inputs: Any, schedule: str) -> None:
-    """Raises InputError for arguments of a pipeline's loss of other types, or another schedule.
-
-    - `ends`, `inputs`: the arguments.
-    - `schedule`: the name of the schedule.
-    """
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
         found = type(ends).__name__
         raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")

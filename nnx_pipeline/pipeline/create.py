@@ -24,17 +24,15 @@ def create_pipeline(
 ) -> CircularPipeline:
     """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
-    - `config`: of the whole model. It gives the number of layers, without those that run before
-      the pipeline (`num_dense_layers`), the dtype in which gradients add up, how they are sharded,
-      and the settings of `pipeline`.
-    - `layers`: makes one layer, or a list for layers of several kinds, as for `CircularPipeline`.
-    - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
-      the pipeline under the same mesh.
-    - `rngs`, `layout`: as for `CircularPipeline`.
+    - `config`: of the whole model. It gives the number of layers, without those that run before the
+      pipeline (`num_dense_layers`), the dtype in which gradients add up, how they are sharded, and
+      the settings of `pipeline`.
+    - `mesh`: on which parameters are created; None for the mesh of `jax.set_mesh`. Call the
+      pipeline under the same mesh.
+    - `layers`, `rngs`, `layout`: as for `CircularPipeline`.
 
-    Weights that are gathered ahead of their use are gathered in their own dtype, as nothing says in
-    which one the layers compute. `CircularPipeline(…, weights=WeightOptions(dtype="bfloat16"))`
-    gathers them in fewer bits.
+    Weights that are gathered ahead of their use are gathered in their own dtype.
+    `CircularPipeline(…, weights=WeightOptions(dtype="bfloat16"))` gathers them in fewer bits.
     """
     weights = dataclasses.replace(weight_options(config), dtype=None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -49,10 +47,6 @@ def pipeline_of(
     rngs: nnx.Rngs,
     layout: Layout,
 ) -> CircularPipeline:
-    """The pipeline of a config on the ambient mesh; see `create_pipeline`.
-
-    - `weights`: what the loop does with weights.
-    """
     kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
     return kind(
         config.pipeline,
@@ -65,7 +59,6 @@ def pipeline_of(
 
 
 def weight_options(config: Config) -> WeightOptions:
-    """The options for the weights of the layers of a model, which compute in `model.dtype`."""
     return WeightOptions(
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,

@@ -1,11 +1,10 @@
 """The option `fsdp_gather`: weights as they are stored, or gathered once and used in many ticks.
 
-A gathered weight is the same on every device along the mesh axes that it was gathered over. Its
-gradient is not: each device adds up the gradients of its own sequences. Both are arrays with an
-axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. After
-each visit, or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to
-where the weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once,
-after all visits.
+Gathered weights and their gradients have an axis of copies, `[repeats, stages, copies, …]`, one
+copy per device along the mesh axes, which adds up the gradients of its own sequences. After each
+visit, or with `prefetch` after a whole repeat, a reduce-scatter brings the gradient back to where
+the weight is stored. Over the other mesh axes of copies, such as `data`, it is summed once, after
+all visits.
 """
 
 import dataclasses
@@ -45,14 +44,11 @@ class FsdpGather:
     prefetch: bool = False
 
     def of_repeats(self, repeats: int) -> "FsdpGather":
-        """The gather of a loop with so many repeats: with one there is none to prefetch."""
+        """With one repeat there is none to prefetch."""
         return dataclasses.replace(self, prefetch=self.prefetch and repeats > 1)
 
     def gather(self, params: PyTree) -> PyTree:
-        """Gathers stored weights: `[repeats, stages, …]` to `[repeats, stages, copies, …]`.
-
-        Without mesh axes to copy along, the weights are returned unchanged.
-        """
+        """Stored weights `[repeats, stages, …]` to `[repeats, stages, copies, …]`."""
         if not self.copies:
             return params
 
@@ -66,11 +62,7 @@ class FsdpGather:
         return self._on_each_device(one, params, params, self.specs, self._copy_specs)
 
     def zeros(self, params: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
-        """Accumulators for what `of_visit` returns; None for an array of integers.
-
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        - `dtype`: the dtype of the accumulators; None for that of the parameters.
-        """
+        """Accumulators for what `of_visit` returns; None for an array of integers."""
         if not self.copies:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
@@ -85,14 +77,9 @@ class FsdpGather:
         return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """The gradients of one visit, in the sharding of the accumulators.
-
-        - `gradients`: `[stages, copies, …]`, of gathered weights; None for an array of integers.
-        - `params`: the weights as they are stored, for the structure of their tree.
-
-        Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter in
-        its own dtype, so that no device holds full gradients of more than one visit.
-        """
+        """The gradients of one visit, `[stages, copies, …]`, as the accumulators are sharded."""
+        # Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter
+        # in its own dtype, so that no device holds full gradients of more than one visit.
         if not self.copies:
             return gradients
 
@@ -108,14 +95,9 @@ class FsdpGather:
         return self._on_each_device(one, gradients, params, of_copies, of_totals)
 
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """Sums the accumulated gradients of copies, and shards the sum as the weights are stored.
-
-        - `gradients`: as `zeros` made the accumulators; None for an array of integers.
-        - `params`: the weights as they are stored, for the structure of their tree.
-
-        The sum is made in the dtype of the gradients: by an all-reduce over the axes of `copies`,
-        and if repeats were prefetched, by a reduce-scatter over the mesh axes of the gather.
-        """
+        """Sums accumulated gradients in their dtype, sharded as the weights are stored."""
+        # By an all-reduce over the axes of `copies`, and if repeats were prefetched, by a
+        # reduce-scatter over the mesh axes of the gather.
         if not self.copies:
             return gradients
 
@@ -137,11 +119,7 @@ class FsdpGather:
         return leaf
 
     def _kept(self, spec: P) -> tuple[str, ...]:
-        """The axes of `copies` over which no reduce-scatter sums the gradient of a weight.
-
-        - `spec`: that of the weight as it is stored. One that is not sharded over the mesh axes of
-          the gather has copies along these too.
-        """
+        """The axes of `copies` over which no reduce-scatter sums the gradient of a weight."""
         scattered = {name for _, names in self._gathered_axes(spec) for name in names}
         return tuple(name for name in self.copies if name not in scattered)
 
@@ -150,12 +128,8 @@ class FsdpGather:
         return tuple(P(*spec[:2], self._kept(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-        found = []
-        for axis, entry in enumerate(spec):
-            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            if set(names) & set(self.over):
-                found.append((axis, names))
-        return found
+        each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+        return [(axis, names) for axis, names in enumerate(each) if set(names) & set(self.over)]
 
     @property
     def _copy_specs(self) -> tuple[P, ...]:
@@ -175,11 +149,7 @@ class FsdpGather:
         in_specs: tuple[P, ...],
         out_specs: tuple[P, ...],
     ) -> PyTree:
-        """Calls `function(array, stored spec)` for every array on every device.
-
-        - `tree`: the arrays; None, for no gradient, stays None.
-        - `params`: gives the tree structure.
-        """
+        """Calls `function(array, stored spec)` everywhere; None in the tree stays None."""
         treedef: Any = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
@@ -201,13 +171,7 @@ class FsdpGather:
 
 
 def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
-    """This device's shard of an array axis.
-
-    - `x`: the device's part of the array.
-    - `axis`: the array axis to shard.
-    - `name`: the mesh axis to shard it over.
-    - `summed`: whether x differs between the devices along the mesh axis and is to be summed.
-    """
+    """This device's shard of an array axis; `summed` if x differs between the devices."""
     if summed:
         found: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
         return found
@@ -217,5 +181,4 @@ def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
-    """The mesh axes over which weights are gathered before the ticks that use them."""
     return ("fsdp",) if config.gathers_before_use else ()

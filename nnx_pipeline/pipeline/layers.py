@@ -13,14 +13,16 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.stage._checks import (
-    call_explained,
-    check_apart,
-    check_layer_variables,
-    check_same,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
-from nnx_pipeline.sharding.layout import AxisName, Layout, mesh_sizes, place, portable_key
+from nnx_pipeline.sharding.layout import (
+    AxisName,
+    Layout,
+    is_variable,
+    mesh_sizes,
+    place,
+    portable_key,
+)
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -50,7 +52,6 @@ def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
-    """The functions that make a layer of each kind; raises InputError unless they are functions."""
     kinds = [*layers] if isinstance(layers, Sequence) else [layers]
     wrong = [kind for kind in kinds if not callable(kind) or isinstance(kind, nnx.Module)]
     if wrong or not kinds:
@@ -63,28 +64,17 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
 
 
 def make_layers(
-    kinds: Sequence[MakeLayer],
-    stack: Stack,
-    *,
-    microbatches: int,
-    rngs: nnx.Rngs,
-    layout: Layout,
+    kinds: Sequence[MakeLayer], stack: Stack, *, microbatches: int, rngs: nnx.Rngs, layout: Layout
 ) -> Any:
-    """One module that holds all layers: each variable is `[repeats, stages, layers, …]`.
+    """One module that holds all layers, or a list of such modules if there are several kinds.
 
-    If there are several kinds it is a list of such modules.
-
-    - `kinds`: for each kind of layer, what makes one from random streams.
-    - `stack`: which layer is where.
-    - `microbatches`: how many there are: each has its own caches, `[repeats, stages, layers,
-      microbatches, …]`.
-    - `rngs`: whose `params` stream gives each layer a key of its own, which does not depend on the
-      mesh.
-    - `layout`: where the parameters are created.
+    Each variable is `[repeats, stages, layers, …]`, a cache `[repeats, stages, layers,
+    microbatches, …]`. The `params` stream of `rngs` gives each layer a key of its own, whatever the
+    mesh is.
 
     Raises InputError when a layer holds one variable in two places, the variable of another layer,
-    or an array in no variable, when the layers of a kind differ, and for `rngs` without a stream of
-    that name.
+    or an array in no variable, when the layers of a kind differ, and for `rngs` without a stream
+    `params`.
     """
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, "params"):
         streams = f" with the streams {[*rngs]}" if isinstance(rngs, nnx.Rngs) else ""
@@ -97,11 +87,11 @@ def make_layers(
         _made(make_layer, keys[np.minimum(stack.numbers(kind), stack.layers - 1)], layout)
         for kind, make_layer in enumerate(kinds)
     ]
-
-    def of_microbatches(variable: Any) -> Any:
-        return _repeated(variable, microbatches) if is_per_microbatch(variable) else variable
-
-    made = jax.tree.map(of_microbatches, made, is_leaf=is_per_microbatch)
+    made = jax.tree.map(
+        lambda leaf: _repeated(leaf, microbatches) if is_per_microbatch(leaf) else leaf,
+        made,
+        is_leaf=is_per_microbatch,
+    )
     return made[0] if stack.kinds == 1 else nnx.List(made)
 
 
@@ -115,11 +105,7 @@ def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[An
 
 
 def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
-    """All layers of one kind.
-
-    - `make_layer`, `layout`: as of `make_layers`.
-    - `keys`: one for each layer, `[repeats, stages, layers]`.
-    """
+    """All layers of one kind, with a key for each: `[repeats, stages, layers]`."""
     # With the keys sharded over the stages, each stage computes the values of its own layers.
     keys = place(keys, layout.spec(None, "stage", None))
 
@@ -127,42 +113,32 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
         # The other stream is for what is not a parameter, such as the masks of dropout.
         rngs = nnx.Rngs(jax.random.fold_in(key, 0), params=key)
         rule = "a layer is made by one argument, as by lambda rngs: Layer(8, rngs=rngs)"
-        with call_explained(make_layer, (rngs,), {}, rule):
+        with checks.call_explained(make_layer, (rngs,), {}, rule):
             layer = make_layer(rngs)
         if not isinstance(layer, nnx.Module) or not callable(layer):
             raise InputError(
                 f"the function that makes a layer returned {type(layer).__name__}; it must return "
                 "an nnx.Module with a method __call__(x, …)"
             )
-        check_layer_variables(layer)
+        checks.check_layer_variables(layer)
         return layer
 
     def check_two(key: Array) -> None:
         one, other = make(key), make(key)
-        check_apart(one, other)
+        checks.check_apart(one, other)
         _check_axes(one, layout)
-        check_same(one, other)
+        checks.check_same(one, other)
 
     jax.eval_shape(check_two, portable_key(jax.random.key(0)))
 
     stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(
-        lambda variable: _stacked(variable, layout),
-        made,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
+    return jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
-    """The side inputs of a layer, with the keys for dropout added as `keys`.
-
-    - `side`: what a layer reads besides the activations, by the names of its arguments.
-    - `keys`: `[batch, words]`, one row per sequence (`sharding.dropout`); None adds nothing.
-
-    Raises InputError for a side input with a name that a pipeline reserves.
-    """
+    """The side inputs of a layer, with the keys for dropout, `[batch, words]`."""
     if not isinstance(side, dict):
         raise InputError(
             f"the side inputs of a pipeline are {type(side).__name__}; give a dict of arrays by "
@@ -203,12 +179,7 @@ def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
 
 
 def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
-    """The axes that the metadata of a variable of a layer names; None for one that is whole.
-
-    - `number`: how many axes it has in one layer.
-
-    Raises InputError for logical axes of another number.
-    """
+    """The mesh axes of a variable with `number` axes in one layer; None for one that is whole."""
     own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
     if own is None:
         # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have
@@ -226,10 +197,7 @@ def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
 
 
 def _check_axes(layer: nnx.Module, layout: Layout) -> None:
-    """Raises InputError if a variable of one layer cannot be sharded as its metadata says."""
-    variables = jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    variables = jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
     for path, variable in variables:
         shape = getattr(variable.get_value(), "shape", ())  # `_stacked` refuses what is no array
         axes = _own_axes(variable, len(shape))

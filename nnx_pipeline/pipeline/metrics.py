@@ -1,9 +1,8 @@
 """Metrics that layers report besides activations, and how a pipeline combines their values.
 
-A layer reports one value per visit: for each microbatch, or for the whole batch at once where there
-is no pipeline, and for each copy where the batch is cut into copies (`Layout.copy`). Only the layer
-knows how these values combine, so it wraps each of them in a class that says so. The result and its
-gradient are then the same on every mesh and with every schedule and option.
+Only the layer knows how the values of its visits and copies combine, so it wraps each in a class
+that says so. The result and its gradient are then the same on every mesh and with every schedule
+and option.
 """
 
 import math
@@ -18,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, stage_axis, where
+from nnx_pipeline.pipeline._exchange import over_stage, stage_axis, where
 from nnx_pipeline.sharding._gradients import no_gradient_of
 from nnx_pipeline.sharding.layout import P, is_explicit, place
 
@@ -90,19 +89,13 @@ def is_metric(leaf: Any) -> bool:
     return isinstance(leaf, Declared)
 
 
+_map = partial(jax.tree.map, is_leaf=is_metric)
+
+
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
-    """Prepares the metrics of one layer call for being combined with the metrics of other calls.
+    """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
-    They come back in float32 or wider, with `stop_gradient` on each `Max`, and with the rows of
-    each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`.
-
-    - `metrics`: a pytree of wrapped metrics, as the layer returned it.
-    - `microbatches`: how many microbatches the call saw.
-
-    Raises InputError for a metric that is not wrapped in one of the classes above, or is not
-    floating.
-    """
-
+    # The rows of each `MicrobatchMean` are averaged per microbatch, `[microbatches, …]`.
     def one(path: Any, metric: Any) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
@@ -122,21 +115,17 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
 
 
 def of_visit(metrics: PyTree) -> PyTree:
-    """The metrics of a stage function, turned into `Sum`, `Mean` and `Max` only; see `declared`."""
+    """The metrics of a stage function as `Sum`, `Mean` and `Max` only."""
     stacked = jax.tree.map(lambda leaf: leaf[None], declared(metrics))
     return over_layers(stacked)
 
 
 def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
-    """Combines the metrics of several layers into `Sum`, `Mean` and `Max` metrics of all of them.
-
-    - `metrics`: each `[layers, …]`, as `declared` gives them.
-    - `copies`: the position of the axis of copies; None if there is no such axis.
-    """
+    """Combines metrics `[layers, …]`, perhaps with an axis of copies."""
     # Copies first: the function of a `MicrobatchMean` must see the mean of a whole microbatch.
     if copies is not None:
         metrics = _fold(metrics, copies)
-    return _fold(jax.tree.map(_finished, metrics, is_leaf=is_metric), 0)
+    return _fold(_map(_finished, metrics), 0)
 
 
 def over_kinds(
@@ -146,18 +135,9 @@ def over_kinds(
     counts: Sequence[float],
     copies: int | None = None,
 ) -> PyTree:
-    """Combines the metrics of layers of several kinds, of which some may be padding.
-
-    A kind without metrics takes no part. The metrics of all other kinds must be alike.
-
-    - `found`: the metrics of each kind, as for `over_layers`.
-    - `real`: for each kind bool `[layers]`, False where a layer is padding, with an axis of copies
-      as the metrics have it; None without padding.
-    - `counts`: how many layers of each kind there are in a call, in the mean over all calls.
-    - `copies`: as for `over_layers`.
-
-    Raises InputError for metrics of different kinds that are not alike.
-    """
+    """Combines the metrics of layers of several kinds; a kind without metrics takes no part."""
+    # `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
+    # `counts` are the layers of each kind in a call, in the mean over all calls.
     if len(found) == 1 and real[0] is None:
         return over_layers(found[0], copies=copies)
     reporting = [kind for kind, metrics in enumerate(found) if jax.tree.leaves(metrics)]
@@ -170,26 +150,15 @@ def over_kinds(
         if copies is not None:
             metrics = _fold(metrics, copies)
             counted = None if counted is None else jnp.any(counted, axis=copies)
-        return jax.tree.map(
-            lambda metric: _added(_finished(metric), counted, layers), metrics, is_leaf=is_metric
-        )
+        return _map(lambda metric: _added(_finished(metric), counted, layers), metrics)
 
     totals = [total(kind) for kind in reporting]
     _check_alike(totals)
-
-    def combined(*metrics: Metric) -> Metric:
-        add = jnp.maximum if isinstance(metrics[0], Max) else jnp.add
-        return type(metrics[0])(reduce(add, [metric.value for metric in metrics]))
-
-    return jax.tree.map(combined, *totals, is_leaf=is_metric)
+    return _map(lambda *metrics: reduce(_joined, metrics), *totals)
 
 
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
-    """Combines the metrics of all visits.
-
-    - `metrics`: each `[ticks, stages, …]`.
-    - `active`: bool `[ticks, stages]`, False in a bubble; the metrics of bubbles do not count.
-    """
+    """Combines metrics `[ticks, stages, …]` of all visits; bubbles do not count."""
 
     def one(metric: Metric) -> Metric:
         spec = P(None, stage_axis())
@@ -198,58 +167,41 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
         nothing = jnp.full_like(metric.value, identity(metric))
         return type(metric)(where(place(jnp.asarray(active), spec), metric.value, nothing))
 
-    masked = jax.tree.map(one, metrics, is_leaf=is_metric)
-    return _total(masked, axes=(0, 1), visits=int(active.sum()))
+    visits = int(active.sum())
+    return _map(lambda metric: _total(metric, (0, 1), visits), _map(one, metrics))
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
-    """Combines the metrics of one tick with the totals of the ticks before.
-
-    - `active`: bool `[stages]`, False in a bubble; the metrics of bubbles do not count.
-    - `totals`: each `[stages, …]`; before the first tick, the `identity` of each metric.
-    - `new`: the metrics of the tick, each `[stages, …]`.
-    """
+    """Combines the metrics `[stages, …]` of a tick with the totals; bubbles do not count."""
 
     def one(total: Metric, metric: Metric) -> Metric:
-        value = over_stage(metric.value)
-        value = where(active, value, jnp.full_like(value, identity(metric)))
-        add = jnp.maximum if isinstance(metric, Max) else jnp.add
-        return type(metric)(add(total.value, value))
+        return _joined(total, _masked(type(metric)(over_stage(metric.value)), active))
 
-    return jax.tree.map(one, totals, new, is_leaf=is_metric)
+    return _map(one, totals, new)
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
-    """Combines the totals of all stages.
-
-    - `totals`: each `[stages, …]`, as `include` has built them up.
-    - `visits`: how many visits went into them, over all stages together; bubbles are not counted.
-    """
-    return _total(totals, axes=(0,), visits=visits)
+    """Combines totals `[stages, …]`, into which `visits` visits of all stages went."""
+    return _map(lambda total: _total(total, 0, visits), totals)
 
 
 def identity(metric: Metric) -> float:
-    """The value that changes nothing when it is combined with other values of the metric."""
+    """The value that changes nothing when it is combined with others."""
     return -math.inf if isinstance(metric, Max) else 0.0
 
 
 def values(metrics: PyTree) -> PyTree:
-    """The arrays of the metrics, without the classes that wrap them."""
-    return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_metric)
+    return _map(lambda metric: metric.value, metrics)
 
 
 def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
-    """The arrays of the metrics; asking for the gradient of a `Max` raises InputError.
-
-    - `metrics`: wrapped metrics.
-    - `besides`: the activations that are returned together with the metrics.
-    """
+    """The arrays of the metrics; asking for the gradient of a `Max` raises InputError."""
 
     def one(metric: Metric) -> Array:
         value: Array = metric.value
         return no_gradient_of(_MAX_HAS_NONE, value, besides) if isinstance(metric, Max) else value
 
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
+    return _map(one, metrics)
 
 
 _MAX_HAS_NONE = (
@@ -259,25 +211,16 @@ _MAX_HAS_NONE = (
 
 
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
-    """The weight of each metric in the loss, as a tree like the metrics.
-
-    - `weights`: one number for all metrics, or a tree of numbers like the metrics, in which
-      None means 0.
-    - `metrics`: wrapped metrics.
-
-    Raises InputError for a tree of another structure, and for a weight on a `Max`.
-    """
-
-    def spread(weight: Any, below: PyTree) -> PyTree:
-        return jax.tree.map(partial(_checked_weight, weight), below, is_leaf=is_metric)
-
+    """The weight of each metric in the loss: one for all, or a tree, None for 0."""
     weights = jax.tree.map(lambda w: 0.0 if w is None else w, weights, is_leaf=lambda w: w is None)
     try:
-        return jax.tree.map(spread, weights, metrics)
+        return jax.tree.map(
+            lambda weight, below: _map(partial(_checked_weight, weight), below), weights, metrics
+        )
     except InputError:
         raise
     except ValueError as error:
-        names = jax.tree.map(lambda metric: type(metric).__name__, metrics, is_leaf=is_metric)
+        names = _map(lambda metric: type(metric).__name__, metrics)
         raise InputError(
             f"metric_weights={weights} does not have the tree structure of the metrics, {names}; "
             "give one number for all of them, or one for each in the same tree"
@@ -285,12 +228,7 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
 
 
 def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
-    """The loss to minimise, and its two parts: the loss alone, and the values of the metrics.
-
-    - `loss`: without the metrics.
-    - `metrics`: wrapped metrics of the whole batch.
-    - `weights`: the weight of each in the loss, as for `weights_like`.
-    """
+    """The loss to minimise, and its two parts: the loss alone, and the values of the metrics."""
 
     def share(weight: Any, metric: Metric) -> Array:
         weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
@@ -301,12 +239,8 @@ def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tup
 
 
 def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
-    """The metrics of a visit, without a gradient where their weight in the loss is 0.
-
-    Where a derivative is infinite, 0 times that would be NaN.
-
-    - `weights`: as for `weights_like`.
-    """
+    """Metrics without a gradient where their weight in the loss is 0."""
+    # Where a derivative is infinite, 0 times that would be NaN.
     return jax.tree.map(
         lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
         weights_like(weights, metrics),
@@ -315,7 +249,6 @@ def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
 
 
 def counts(weight: Any) -> bool:
-    """Whether a metric weight may be other than 0: it is traced, or known not to be 0."""
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
 
 
@@ -329,40 +262,35 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    def one(metric: Declared) -> Declared:
-        how = _REDUCTIONS.get(type(metric), jnp.mean)
-        folded: Declared = jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
-        return folded
+    def one(metric: Declared) -> Any:
+        return jax.tree.map(partial(_REDUCTIONS.get(type(metric), jnp.mean), axis=axis), metric)
 
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
+    return _map(one, metrics)
 
 
 def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
-    """The share of the layers of one kind in a metric of all.
+    """The share of the layers of one kind, `[layers, …]`, in a metric of all `layers`."""
+    return _total(metric if real is None else _masked(metric, real), 0, layers)
 
-    - `metric`: `[layers of the kind, …]`.
-    - `real`: False where a layer is padding; None without padding.
-    - `layers`: how many layers of all kinds a mean is over.
-    """
-    value = metric.value
-    if real is not None:
-        value = where(real, value, jnp.full_like(value, identity(metric)))
-    found = _REDUCTIONS.get(type(metric), jnp.sum)(value, axis=0)
-    return type(metric)(found / layers if isinstance(metric, Mean) else found)
+
+def _masked(metric: Metric, counted: Array) -> Metric:
+    nothing = jnp.full_like(metric.value, identity(metric))
+    return type(metric)(where(counted, metric.value, nothing))
+
+
+def _joined(one: Metric, other: Metric) -> Metric:
+    add = jnp.maximum if isinstance(one, Max) else jnp.add
+    return type(one)(add(one.value, other.value))
+
+
+def _total(metric: Metric, axes: int | tuple[int, ...], number: float) -> Metric:
+    total = _REDUCTIONS.get(type(metric), jnp.sum)(metric.value, axis=axes)
+    return type(metric)(total / number if isinstance(metric, Mean) else total)
 
 
 def _check_alike(totals: Sequence[PyTree]) -> None:
-    """Raises InputError unless the metrics of all kinds have the same structure and shapes."""
-    said = [
-        str(
-            jax.tree.map(
-                lambda metric: f"{type(metric).__name__} of {_type(metric.value)}",
-                one,
-                is_leaf=is_metric,
-            )
-        )
-        for one in totals
-    ]
+    named = partial(_map, lambda metric: f"{type(metric).__name__} of {_type(metric.value)}")
+    said = [str(named(metrics)) for metrics in totals]
     for other in said[1:]:
         if other != said[0]:
             raise InputError(
@@ -378,25 +306,13 @@ def _finished(metric: Declared) -> Metric:
     return Mean(jnp.mean(_floating("the result of MicrobatchMean", values), axis=1))
 
 
-def _total(metrics: PyTree, *, axes: tuple[int, ...], visits: int) -> PyTree:
-    def one(metric: Metric) -> Metric:
-        total = _REDUCTIONS.get(type(metric), jnp.sum)(metric.value, axis=axes)
-        return type(metric)(total / visits if isinstance(metric, Mean) else total)
-
-    return jax.tree.map(one, metrics, is_leaf=is_metric)
-
-
 def _mean_of_rows(microbatches: int, rows: Array) -> Array:
-    """Means over the sequences of each microbatch: `[batch, …]` to `[microbatches, …]`.
-
-    They are whole on every device of the mesh, or of a stage.
-    """
+    """`[batch, …]` to `[microbatches, …]`, whole on every device of the mesh, or of a stage."""
     rows = place(rows, P(*[None] * rows.ndim))
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
 
 
 def _rows(name: str, value: Any) -> Array:
-    """Rows of a `MicrobatchMean`; raises InputError unless they are floating `[batch, …]`."""
     if not jnp.ndim(value):
         raise InputError(
             f"{name} of a layer is a MicrobatchMean of {_type(value)}; its rows must have the axis "

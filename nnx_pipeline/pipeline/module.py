@@ -33,34 +33,31 @@ class CircularPipeline(nnx.Module):
 
     - `config`: how the layers run over the stages.
     - `layers`: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]`
-      and returns `(x, metrics)`, with x of the same shape, dtype and sharding; x may also be a
-      pytree of such arrays, such as a stack of skip connections. The metrics are None
-      or any pytree of floating arrays, each wrapped in a class such as `Sum`, `Mean` or `Max`,
-      which says how its values combine over all layers and microbatches (see `pipeline.metrics`).
-      If the pipeline is called with a `key`, the layer also gets `keys`, `[batch, words]`: one key
-      per sequence, which depends on the key, the sequence and the layer alone, for
-      `pipeline.dropout`.
-      If its call takes an argument `place`, it gets a `LayerPlace`: its number in the model, and
-      its stage and repeat.
-      Its variables that are no parameters are state if their type says so: running statistics
-      (`nnx.BatchStat`), counters of random numbers, and `LayerState`. A call of the layer
-      reads what the same layer's call for the microbatch before left, and after the call of the
-      pipeline `self.layers` holds what the last one left. With the metadata
-      `over_microbatches="mean"` of a variable, all microbatches read what it was before the call,
-      and the mean of what they left is kept. Of a cache (`nnx.Cache`) each microbatch
-      has its own, `[repeats, stages, layers per stage, microbatches, …]`, so that the next call of
-      the pipeline reads what this one left of the same sequences. State has no gradient. Variables
-      of all other types are read alone, and have none either.
-      Its parameters may have logical axes (`sharding.parameter`); without them they are whole on
-      every device of a stage. An attribute `layout` is replaced by the layout in which the layer
-      runs, which is another one where weights are gathered ahead of their use or held in copies.
-      A list of such functions is for layers of several kinds, which take turns: with two, layer i
-      is of the first kind if i is even. The layers of a stage are a multiple of their number, and
-      `self.layers` is a list with the stack of each kind. All kinds pass on the same activations
-      and get the same `side`, and each reports the same metrics, or None.
-    - `num_layers`: the number of layers of the whole model. With `config.pad_layers` they need not
-      divide into stages and repeats: the places that are left over, the last ones, compute on
-      parameters that are never trained, and what they compute is discarded.
+      and returns `(x, metrics)`, with x, an array or a pytree of arrays, of the same shape, dtype
+      and sharding. The metrics are None or any pytree of floating arrays, each wrapped in a class
+      such as `Sum`, `Mean` or `Max`, which says how its values combine over all layers and
+      microbatches. If the pipeline is called with a `key`, the layer also gets `keys`, `[batch,
+      words]`: one key per sequence, which depends on the key, the sequence and the layer alone, for
+      `pipeline.dropout`. If its call takes an argument `place`, it gets a `LayerPlace`: its number
+      in the model, and its stage and repeat. Running statistics (`nnx.BatchStat`), counters of
+      random numbers, and `LayerState` are state: a call of the layer reads what the same layer's
+      call for the microbatch before left, and after the call of the pipeline `self.layers` holds
+      what the last one left. With the metadata `over_microbatches="mean"` of a variable, all
+      microbatches read what it was before the call, and the mean of what they left is kept. Of a
+      cache (`nnx.Cache`) each microbatch has its own, `[repeats, stages, layers per stage,
+      microbatches, …]`, so that the next call of the pipeline reads what this one left of the same
+      sequences. State has no gradient. Variables of all other types but parameters are read alone,
+      and have none either. Its parameters may have logical axes (`sharding.parameter`); without
+      them they are whole on every device of a stage. An attribute `layout` is replaced by the
+      layout in which the layer runs, which is another one where weights are gathered ahead of their
+      use or held in copies. A list of such functions is for layers of several kinds, which take
+      turns: with two, layer i is of the first kind if i is even. The layers of a stage are a
+      multiple of their number, and `self.layers` is a list with the stack of each kind. All kinds
+      pass on the same activations and get the same `side`, and each reports the same metrics, or
+      None.
+    - `num_layers`: of the whole model. With `config.pad_layers` they need not divide into stages
+      and repeats: the last places compute on parameters that are never trained, and what they
+      compute is discarded.
     - `rngs`: whose `params` stream gives each layer a key of its own.
     - `layout`: the mesh axes that each logical axis is sharded over.
     - `weights`: the dtypes in which weights are gathered and gradients added up, and whether each
@@ -68,7 +65,7 @@ class CircularPipeline(nnx.Module):
 
     With `backward=accumulate`, `fsdp_gather` other than `use` and the 1F1B schedule there is no
     forward mode (`jax.jvp`). Outside of `jax.jit` it raises InputError with the cure; within it JAX
-    raises an error of its own, and no public interface of JAX lets a library replace that.
+    raises an error of its own.
 
     Raises InputError when layers do not divide, when one holds a variable in two places or changes
     one that is not state, and when it is called with microbatches that do not fit the stages.
@@ -94,11 +91,7 @@ class CircularPipeline(nnx.Module):
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(
-            config,
-            num_layers=num_layers,
-            kinds=len(kinds),
-            layout=layout,
-            weights=weights,
+            config, num_layers=num_layers, kinds=len(kinds), layout=layout, weights=weights
         )
         self.layers = make_layers(
             kinds,
@@ -193,10 +186,7 @@ class CircularPipeline(nnx.Module):
 
 
 def _sequences_of(inputs: PyTree) -> int:
-    """The number of sequences of a batch `[batch, …]`; 0 for what is none, which is refused later.
-
-    - `inputs`: any pytree of arrays.
-    """
+    """The number of sequences of `[batch, …]`; 0 for what is none, which is refused later."""
     shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(inputs)]
     return int((*(shapes or [()])[0], 0)[0])
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from nnx_pipeline.config._remat import FULL, Remat
 from nnx_pipeline.lab.errors import InputError, one_of
-from nnx_pipeline.pipeline._exchange.shift import SHIFTS, ShiftName
+from nnx_pipeline.pipeline._exchange import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.gather import FsdpGather
 from nnx_pipeline.sharding.layout import Layout
 
@@ -58,16 +58,15 @@ class LoopOptions:
 class WeightOptions:
     """In which dtypes a pipeline handles its weights and gradients, and how gradients are sharded.
 
-    - `dtype`: the dtype to which weights are cast before they are gathered ahead of their use, and
-      in which layers then get them, so that it should be the one in which they compute; None does
-      not cast them.
-    - `grad_dtype`: the dtype in which gradients add up in the loop, and in which what has added up
-      is summed over devices; None for that of the parameters. The gradients of single visits are
-      summed over devices in their own dtype.
-    - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
-      layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
+    - `dtype`: to which weights are cast before they are gathered ahead of their use, and in which
+      layers then get them: the one in which they compute. None does not cast them.
+    - `grad_dtype`: in which gradients add up in the loop, and what has added up is summed over
+      devices; None for that of the parameters. The gradients of single visits are summed over
+      devices in their own dtype.
+    - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the layers
+      are given as `Zero1Layers`; with () gradients are sharded like the parameters.
     - `cast_at_use`: whether layers keep the compiler from casting weights before the loop, as
-      grouped experts do; see `stage.repeats.split_to_read`.
+      grouped experts do.
 
     Raises InputError for dtypes that are not floating, and for axes that do not shard the batch.
     """

@@ -25,7 +25,7 @@ class Visits(NamedTuple):
     active: np.ndarray  # bool, False in a bubble
 
     def at(self, tick: int, stage: int) -> ScheduledVisit | None:
-        """What `stage` does at `tick`; None in a bubble."""
+        """What a stage does at a tick; None in a bubble."""
         if not self.active[tick, stage]:
             return None
         return ScheduledVisit(int(self.microbatch[tick, stage]), int(self.repeat[tick, stage]))
@@ -43,14 +43,13 @@ class Visits(NamedTuple):
 class CircularSchedule:
     """The circular schedule: every microbatch passes all S stages, R times over.
 
-    - `stages`: their number S.
-    - `microbatches`: their number M.
+    - `stages`, `microbatches`: their numbers S and M.
     - `repeats`: how often a microbatch passes all stages, R; with 1 it is the plain pipeline.
     - `delay`: ticks until the output of a stage reaches the next one, 1 or 2. With 2 the transfer
       of one tick overlaps with the work of the next.
 
     At tick t stage s is at its own time t - delay · s. At time k it works on microbatch k mod M in
-    repeat k // M: all M microbatches of a repeat follow each other without a gap, and the pipeline
+    repeat k // M: the M microbatches of a repeat follow each other without a gap, and the pipeline
     fills and drains once. That takes M · R + delay · (S - 1) ticks, of which the second term is a
     bubble on every stage.
 
@@ -63,7 +62,7 @@ class CircularSchedule:
     delay: int = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, "stages", "microbatches", "repeats")
+        _check_counts(self)
         if self.delay not in (1, 2):
             raise InputError(f"forwarding delay={self.delay} must be 1 or 2")
         if self.microbatches < self.delay * self.stages:
@@ -75,12 +74,11 @@ class CircularSchedule:
 
     @property
     def ticks(self) -> int:
-        """The number of ticks of the loop."""
         return self.microbatches * self.repeats + self.bubble_ticks
 
     @property
     def bubble_ticks(self) -> int:
-        """The number of ticks in which a stage is idle, the same for every stage."""
+        """Ticks in which a stage is idle, the same for every stage."""
         return self.delay * (self.stages - 1)
 
     @property
@@ -90,24 +88,13 @@ class CircularSchedule:
 
     @functools.cached_property
     def visits(self) -> Visits:
-        """The timetable."""
         time = np.arange(self.ticks)[:, None] - self.delay * np.arange(self.stages)
         repeat, microbatch = np.divmod(time, self.microbatches)
         return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers and the timetable as JSON: [microbatch, repeat] by tick and stage."""
-        return {
-            "schedule": "circular",
-            "stages": self.stages,
-            "microbatches": self.microbatches,
-            "repeats": self.repeats,
-            "delay": self.delay,
-            "ticks": self.ticks,
-            "bubble_ticks": self.bubble_ticks,
-            "bubble_share": self.bubble_share,
-            "timetable": self.visits.to_json(),
-        }
+        """The numbers and the timetable: [microbatch, repeat] by tick and stage."""
+        return {**_numbers(self, "circular"), "timetable": self.visits.to_json()}
 
     # A microbatch that waits is stored by one stage, in a buffer [stages, slots]: microbatch m of
     # the input at [m // slots, m mod slots]. At each tick one slot is due, the same on all stages:
@@ -122,11 +109,9 @@ class CircularSchedule:
 
     @property
     def queue_slots(self) -> int:
-        """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat.
-
-        A microbatch is back at stage 0 delay · S ticks after it entered there, and enters again M
-        ticks after: it waits for S · (M / S - delay) ticks. With M = delay · S it does not wait.
-        """
+        """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat."""
+        # A microbatch is back at stage 0 delay · S ticks after it entered there, and enters again M
+        # ticks after: it waits for S · (M / S - delay) ticks. With M = delay · S it does not wait.
         return self.stream_slots - self.delay if self.repeats > 1 else 0
 
     @property
@@ -136,7 +121,7 @@ class CircularSchedule:
 
     @property
     def first_output_tick(self) -> int:
-        """The tick in which the last stage applies its layers to microbatch 0 for the last time."""
+        """The tick in which the last stage gives out microbatch 0."""
         return self.microbatches * (self.repeats - 1) + self.bubble_ticks
 
 
@@ -144,24 +129,22 @@ class CircularSchedule:
 class OneForwardOneBackward:
     """The 1F1B schedule: each stage makes one forward and one backward visit at each tick.
 
-    - `stages`: their number S.
-    - `microbatches`: their number M.
+    - `stages`, `microbatches`: their numbers S and M.
     - `repeats`: how often a microbatch passes all stages, R; with 2 or more it is interleaved 1F1B.
 
-    A group of S microbatches goes through all repeats before the next group enters, so that the
-    first stage takes the output of the last one as soon as it arrives. At tick t stage s makes its
-    forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted from 0. So the
-    last stage makes the first backward visit of a microbatch in the same tick as its last forward
-    visit, and outputs and cotangents travel one stage per tick. Backward visits go through the
-    repeats from the last to the first.
+    A group of S microbatches goes through all repeats before the next group enters. At tick t stage
+    s makes its forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted
+    from 0. So the last stage makes both visits of a microbatch in one tick, and outputs and
+    cotangents travel one stage per tick. Backward visits go through the repeats from the last to
+    the first.
 
     A stage stores the residuals of a forward visit for 2 · (S · (R - repeat) - s) - 1 ticks,
-    counting the ticks of both visits. So the first stage stores the most, those of
-    S · (R + 1) - 1 visits, however many microbatches there are; see `slots`.
+    counting the ticks of both visits. So the first stage stores the most, those of S · (R + 1) - 1
+    visits, however many microbatches there are; see `slots`.
 
-    The loop takes M · R + S · (R + 1) - 2 ticks. The first S · R - 1 have no backward visits, and
-    the last S · R - 1 no forward visits. So in each direction a stage spends the time of
-    M · R + S - 1 visits, of which S - 1 are a bubble, as with the circular schedule.
+    The loop takes M · R + S · (R + 1) - 2 ticks, the first S · R - 1 without backward visits, and
+    as many at the end without forward visits. So in each direction a stage spends the time of M · R
+    + S - 1 visits, of which S - 1 are a bubble.
 
     Raises InputError unless the microbatches are a multiple of the stages.
     """
@@ -172,21 +155,20 @@ class OneForwardOneBackward:
     delay: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, "stages", "microbatches", "repeats")
+        _check_counts(self)
 
     @property
     def visits(self) -> int:
-        """The number of forward visits of each stage, which makes as many backward visits."""
+        """The number of forward visits of each stage, and of backward visits."""
         return self.microbatches * self.repeats
 
     @property
     def ticks(self) -> int:
-        """The number of ticks of the loop: its three phases together."""
         return self.visits + self.warmup + self.stages - 1
 
     @property
     def warmup(self) -> int:
-        """Ticks from the first forward visit of all to the first backward visit: S · R - 1."""
+        """Ticks before the first backward visit: S · R - 1."""
         return self.stages * self.repeats - 1
 
     @property
@@ -196,10 +178,7 @@ class OneForwardOneBackward:
 
     @property
     def bubble_share(self) -> float:
-        """The fraction of the time in which a stage is idle, between 0 and 1.
-
-        It does not depend on what a backward visit costs, as each direction has the same fraction.
-        """
+        """The share of the time in which a stage is idle, whatever a backward visit costs."""
         return self.bubble_ticks / (self.visits + self.bubble_ticks)
 
     @property
@@ -209,13 +188,10 @@ class OneForwardOneBackward:
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`.
-
-        A slot is free again in the tick after the backward visit that reads it. All stages take the
-        slots of the first one, which stores a visit for the longest time. So there are as many as
-        the first stage needs. The S - 1 entries after the last visit are for the bubbles that
-        follow it, whose values are stored for a tick.
-        """
+        """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`."""
+        # A slot is free again in the tick after the backward visit that reads it. All stages take
+        # the slots of the first one, which stores a visit longest. The S - 1 entries after the last
+        # visit are for the bubbles that follow it, whose values are stored for a tick.
         number = np.arange(self.visits + self.stages - 1)
         repeat = number // self.stages % self.repeats
         lasting = np.where(number < self.visits, 2 * self.stages * (self.repeats - repeat) - 1, 1)
@@ -237,48 +213,34 @@ class OneForwardOneBackward:
 
     @functools.cached_property
     def forward(self) -> Visits:
-        """The timetable of the forward visits."""
         return self._visits(self._ticks - np.arange(self.stages))
 
     @functools.cached_property
     def backward(self) -> Visits:
-        """The timetable of the backward visits."""
         # They have the order of forward visits, but count the repeats from the last.
         done = self._visits(self._ticks - self.warmup - np.arange(self.stages)[::-1])
         return done._replace(repeat=np.where(done.active, self.repeats - 1 - done.repeat, 0))
 
     @property
     def written(self) -> np.ndarray:
-        """The slot of the ring that each stage writes at each tick: int32 `[ticks, stages]`."""
+        """The slot that each stage writes at each tick: int32 `[ticks, stages]`."""
         last = len(self.slots) - 1
         return self.slots[np.clip(self._ticks - np.arange(self.stages), 0, last)]
 
     @property
     def read(self) -> np.ndarray:
-        """The slot that each backward visit reads: int32 `[ticks, stages]`.
-
-        In a bubble a stage reads the slot of its first visit, which has valid values by then.
-        """
+        """The slot that each backward visit reads: int32 `[ticks, stages]`."""
+        # In a bubble a stage reads the slot of its first visit, which has valid values by then.
         group, place = np.divmod(self.backward.microbatch, self.stages)
         forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
         found: np.ndarray = self.slots[forwarded]
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The same as for the circular schedule, with backward timetable, phases and ring slots.
-
-        A phase is written as its first tick and the tick after its last.
-        """
+        """A phase is written as its first tick and the tick after its last."""
         names = ("forward_only", "both", "backward_only")
         return {
-            "schedule": "1f1b",
-            "stages": self.stages,
-            "microbatches": self.microbatches,
-            "repeats": self.repeats,
-            "delay": self.delay,
-            "ticks": self.ticks,
-            "bubble_ticks": self.bubble_ticks,
-            "bubble_share": self.bubble_share,
+            **_numbers(self, "1f1b"),
             "ring_slots": self.ring_slots,
             "phases": {
                 name: [ticks.start, ticks.stop]
@@ -293,7 +255,7 @@ class OneForwardOneBackward:
         return np.arange(self.ticks)[:, None]
 
     def _visits(self, number: np.ndarray) -> Visits:
-        """The visits with these numbers: S microbatches go through all repeats, then the next S."""
+        """S microbatches go through all repeats, then the next S."""
         rounds, place = np.divmod(number, self.stages)
         group, repeat = np.divmod(rounds, self.repeats)
         return _visits(group * self.stages + place, repeat, _within(number, self.visits))
@@ -310,17 +272,21 @@ def _visits(microbatch: np.ndarray, repeat: np.ndarray, active: np.ndarray) -> V
     return Visits(table(microbatch), table(repeat), active)
 
 
-def _check_counts(schedule: object, *names: str) -> None:
-    whole(schedule, *names)
-    stages, microbatches = (getattr(schedule, name) for name in ("stages", "microbatches"))
-    divides(
-        stages,
-        microbatches,
-        rule=f"{do_not_split(microbatches, 'microbatch')} over {stages} stages",
-    )
-
-
 Schedule = CircularSchedule | OneForwardOneBackward
+
+
+def _check_counts(schedule: Schedule) -> None:
+    whole(schedule, "stages", "microbatches", "repeats")
+    stages, microbatches = schedule.stages, schedule.microbatches
+    rule = f"{do_not_split(microbatches, 'microbatch')} over {stages} stages"
+    divides(stages, microbatches, rule=rule)
+
+
+def _numbers(schedule: Schedule, name: str) -> dict[str, Any]:
+    sizes = ("stages", "microbatches", "repeats", "delay", "ticks", "bubble_ticks", "bubble_share")
+    return {"schedule": name, **{size: getattr(schedule, size) for size in sizes}}
+
+
 SCHEDULE_NAMES = ("circular", "1f1b")
 """The values of `pipeline.schedule`."""
 
@@ -328,11 +294,7 @@ SCHEDULE_NAMES = ("circular", "1f1b")
 def make_schedule(
     name: str, *, stages: int, microbatches: int, repeats: int = 1, delay: int = 1
 ) -> Schedule:
-    """Makes the schedule called `name`.
-
-    - `name`: one of `SCHEDULE_NAMES`.
-    - `stages`, `microbatches`, `repeats`, `delay`: as for `CircularSchedule`; 1F1B needs a delay
-      of 1.
+    """Makes the schedule called `name`, one of `SCHEDULE_NAMES`; 1F1B needs a delay of 1.
 
     Raises InputError for an unknown name and for numbers that do not fit the schedule.
     """

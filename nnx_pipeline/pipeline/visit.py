@@ -1,9 +1,4 @@
-"""The visits of all stages at a tick, forward and backward, as both loops make them.
-
-keep    outputs and metrics of a forward visit, and the residuals of its derivative
-back    the cotangents of all that the visit read, from its residuals
-add     the gradient of the weights, in place, to the repeat that each stage was at
-"""
+"""The visits of all stages at a tick, forward and backward, as both loops make them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import over_stage, rows
+from nnx_pipeline.pipeline._exchange import over_stage, rows
 from nnx_pipeline.pipeline.gather import FsdpGather
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
@@ -33,12 +28,9 @@ class Reads(NamedTuple):
 class Visit:
     """The visits of all stages at one tick.
 
-    - `apply`: (`Reads`, moving) to (moving, metrics), where moving is activations and the state of
-      the layers. It is for one stage if `by_stage`, else for all stages.
-    - `by_stage`: whether each stage has residuals of its own, `[stages, …]`.
-    - `grad_dtype`: the dtype of the gradient accumulators; None for the dtype of the parameters.
-    - `fsdp_gather`: which weights are gathered before the loop.
-    - `needed`: whether the gradient of each parameter is asked for; None for all of them.
+    `apply` takes (`Reads`, moving) to (moving, metrics), where moving is activations and the state
+    of the layers; if `by_stage`, of one stage, with residuals of its own. `needed` says whether the
+    gradient of each parameter is asked for; None for all of them.
     """
 
     apply: Callable[[Reads, Moving], tuple[Moving, PyTree]]
@@ -48,11 +40,8 @@ class Visit:
     needed: PyTree = None
 
     def run(self, reads: Reads, x: Moving, *, keep: bool) -> tuple[tuple[Moving, PyTree], PyTree]:
-        """Outputs and metrics, `[stages, …]`, and the residuals of the derivative.
-
-        - `x`: the input of every stage and the state of its layers, `[stages, …]`.
-        - `keep`: whether to return residuals, or None in their place.
-        """
+        """Outputs and metrics `[stages, …]`, and residuals, None unless `keep`."""
+        # `x` are the input of every stage and the state of its layers, `[stages, …]`.
         if not self.by_stage:
             done, residuals = forward_keeping(self.apply, reads, x)
             return done, residuals if keep else None
@@ -69,14 +58,9 @@ class Visit:
     def back(
         self, residuals: PyTree, reads: Reads, d_y: PyTree, d_metrics: PyTree, *, state: PyTree
     ) -> tuple[Reads, PyTree]:
-        """The cotangents of what the visits read, and of their input; None for integers.
-
-        If `by_stage`, each stage has cotangents of its own for what the stage function closes over.
-
-        - `residuals`: the residuals.
-        - `d_y`, `d_metrics`: the cotangents of outputs and metrics.
-        - `state`: a tree like the state of a visit, which has no gradient.
-        """
+        """The cotangents of what the visits read, and of their input; None for integers."""
+        # If `by_stage`, each stage has its own for what the stage function closes over. `state`, a
+        # tree like the state of a visit, has no gradient.
         given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
         if not self.by_stage:
             d_reads, (d_x, _) = backward_from(residuals, reads, given)
@@ -89,45 +73,26 @@ class Visit:
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:
-        """The accumulators of the gradients, as `add` takes them.
-
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        """
         return repeats.split_repeats(self.only(self.fsdp_gather.zeros(params, self.grad_dtype)))
 
     def add(self, totals: PyTree, d_weights: PyTree, repeat: Array) -> PyTree:
-        """Adds the gradients of one visit of each stage.
-
-        - `totals`: the accumulators.
-        - `d_weights`: the gradients, `[stages, …]`, from `FsdpGather.of_visit`.
-        - `repeat`: int32 `[stages]`, the repeat that each stage was at.
-        """
+        """Adds the gradients `[stages, …]` of one visit, at the repeat that each stage was at."""
         return repeats.add_at_repeat(totals, d_weights, over_stage(repeat))
 
     def total(self, totals: PyTree, params: PyTree) -> PyTree:
-        """The gradients of the weights as they are stored, after the last `add`."""
         return self.fsdp_gather.scatter_gradients(repeats.join_repeats(totals), params)
 
     def only(self, gradients: PyTree) -> PyTree:
-        """The gradients that are asked for, and None for the others."""
         return gradients if self.needed is None else only(self.needed, gradients)
 
 
 def weights_of(split: PyTree, repeat: Array) -> PyTree:
-    """The parameters of each stage for the repeat that it is at, `[stages, …]`.
-
-    - `split`: all parameters, as `split_to_read` returns them.
-    - `repeat`: int32 `[stages]`.
-    """
+    """The parameters of each stage for the repeat that it is at, `[stages, …]`."""
     return repeats.select(split, over_stage(repeat))
 
 
 def side_of(side: PyTree, microbatch: Array) -> PyTree:
-    """The side inputs of the microbatch that each stage works on, `[stages, …]`.
-
-    - `side`: `[microbatches, …]`.
-    - `microbatch`: int32 `[stages]`.
-    """
+    """The side inputs of the microbatch that each stage works on, `[stages, …]`."""
     return jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), side)
 
 

@@ -28,7 +28,7 @@ from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.pipeline._timetable.actions import actions_of
-from nnx_pipeline.pipeline._timetable.both import live
+from nnx_pipeline.pipeline._timetable.figure import live
 from nnx_pipeline.pipeline.schedule import make_schedule
 
 WIDTHS = (60, 80, 120)

@@ -17,8 +17,14 @@ from nnx_pipeline import InputError, Layout, MeshConfig, RoutedMoE, lab
 from nnx_pipeline.config._remat import FULL
 from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.ops._capacity.experts import CapacityExperts
-from nnx_pipeline.ops._capacity.slots import Slots, assign_slots, capacity_of, from_slots, to_slots
+from nnx_pipeline.ops._capacity import (
+    CapacityExperts,
+    Slots,
+    assign_slots,
+    capacity_of,
+    from_slots,
+    to_slots,
+)
 from nnx_pipeline.pipeline.stage.apply import map_stages
 
 pytestmark = pytest.mark.jax_alone

@@ -18,7 +18,7 @@ from nnx_pipeline.pipeline import (
     make_schedule,
 )
 from nnx_pipeline.pipeline._timetable.figure import make_figure, write_picture
-from nnx_pipeline.pipeline._timetable.text import legend, summary, timetable
+from nnx_pipeline.pipeline._timetable.text import Timetable, legend, summary
 from nnx_pipeline.pipeline.schedule import Schedule, ScheduledVisit, Visits
 
 
@@ -225,7 +225,7 @@ def test_json_of_a_schedule(schedule: Schedule) -> None:
 def lines(schedule: Schedule, *, width: int = 400, **options: int) -> list[str]:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(timetable(schedule, **options))
+        console.print(Timetable(schedule, **options))
     return capture.get().splitlines()
 
 

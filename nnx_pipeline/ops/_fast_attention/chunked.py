@@ -2,12 +2,9 @@
 
 The softmax over the keys of a query is made up from tile to tile, by the largest score so far
 (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022,
-"FlashAttention"). All functions are of what one device holds, in grouped heads:
-
-- queries and results `[batch, seq, kv_heads, queries per key, head_dim]`,
-- keys and values `[batch, seq, kv_heads, head_dim]`, where values and results may have a width of
-  their own,
-- scores `[batch, kv_heads, queries, queries per key, keys]`.
+"FlashAttention"). All functions are of what one device holds: queries and results `[batch, seq,
+kv_heads, queries per key, head_dim]`, keys and values `[batch, seq, kv_heads, head_dim]`, scores
+`[batch, kv_heads, queries, queries per key, keys]`.
 """
 
 import functools
@@ -31,12 +28,7 @@ _Carry = tuple[Array, ...]
 
 
 class Tiling(NamedTuple):
-    """Which scores exist, and how many at a time.
-
-    - `window`: as for `attention.allowed`.
-    - `block`: how many queries, and how many keys, a tile has.
-    - `cap`: the bound of the scores; None for no bound.
-    """
+    """`block` queries and keys make a tile; `cap` bounds the scores."""
 
     window: int | None
     block: int
@@ -44,14 +36,7 @@ class Tiling(NamedTuple):
 
 
 def tiles_needed(length: int, block: int, window: int | None) -> Int[np.ndarray, "tiles 2"]:
-    """The numbers of query block and key block of each tile in which a query may read a key.
-
-    - `length`: tokens of a sequence.
-    - `block`: tokens of a block.
-    - `window`: as for `attention.allowed`.
-
-    A block of queries follows the other, and its own keys come last.
-    """
+    """Query block and key block of each tile in which a query may read a key, row by row."""
     number = -(-length // block)
     reach = number if window is None else (window + block - 2) // block  # blocks before its own
     tiles = [(q, k) for q in range(number) for k in range(max(0, q - reach), q + 1)]
@@ -65,19 +50,11 @@ def attend_by_tiles(
     value: Float[Array, "batch seq kv_heads value_dim"],
     segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
-    """softmax(query · keyᵀ, masked) · value; one tile of scores exists at a time.
-
-    - `tiling`: the window, and the size of a tile.
-    - `query`: multiplied by the scale of the scores.
-    - `key`, `value`: of the same dtype.
-    - `segment_ids`: see `attention.allowed`.
-
-    The products of a tile give the dtype of the inputs, as in `dot_product_attention`: with scores
-    in float32 a layer of Mixtral 8x7B takes 254 MB of temp instead of 187 on a TPU v5p. All else,
-    such as what is added up over tiles, has float32. Where no block divides the sequence, it is
-    filled up at its end: no query reads what comes after it, and the results of what was filled up
-    are dropped.
-    """
+    """softmax(query · keyᵀ, masked) · value of scaled queries, tile by tile."""
+    # The products of a tile give the dtype of the inputs, as in `dot_product_attention`: with
+    # scores in float32 a layer of Mixtral 8x7B takes 254 MB of temp instead of 187 on a TPU v5p.
+    # All else has float32. Where no block divides the sequence, it is filled up at its end: no
+    # query reads what comes after it, and those results are dropped.
     length = query.shape[1]
     tiling = tiling._replace(block=min(tiling.block, length))
     more = -length % tiling.block
@@ -141,11 +118,9 @@ def _attend_forward(
 def _attend_backward(
     tiling: Tiling, residuals: AttentionResiduals, d_mixed: Array
 ) -> tuple[Array, Array, Array, None]:
-    """FlashAttention-2 (Dao 2023), section 2.3, with a block of queries in the outer loop.
-
-    Gradients of keys and values, which are added to in float32 for the whole sequence, are smaller
-    than those of queries.
-    """
+    """FlashAttention-2 (Dao 2023), section 2.3, with a block of queries in the outer loop."""
+    # Gradients of keys and values, which are added to in float32 for the whole sequence, are
+    # smaller than those of queries.
     query, key, value, segment_ids, mixed, normaliser = residuals
     block = tiling.block
     inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
@@ -186,11 +161,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def computed_tiles(tiling: Tiling, length: int) -> Int[Array, "tiles 2"]:
-    """`tiles_needed` without a constant array.
-
-    A loop over microbatches makes constants of its layers arguments, which differ from stage to
-    stage for all that JAX knows; the rule of a `custom_vmap` accepts none of these.
-    """
+    """`tiles_needed` without a constant array."""
+    # A loop over microbatches makes constants of its layers arguments, which differ from stage to
+    # stage for all that JAX knows; the rule of a `custom_vmap` accepts none of these.
     number = -(-length // tiling.block)
     rows = jnp.arange(number, dtype=jnp.int32)
     ends = jnp.cumsum(rows - _first_column(rows, tiling) + 1, dtype=jnp.int32)

@@ -1,8 +1,7 @@
 """Attention by NVIDIA's cuDNN, on what one device holds.
 
 It was compiled for an H100 without one (JAX 0.10.2, `nvidia-cudnn-cu13` 9.28; figures are in
-`benchmarks/results/attention_memory.md`), and has never run. JAX's CUDA plugin loads the library of
-that wheel where it is installed, with a device or without; else the loader of the system finds it.
+`benchmarks/results/attention_memory.md`), and has never run.
 """
 
 import ctypes
@@ -20,14 +19,10 @@ WIDEST = 128  # head_dim; only Hopper and later have 256, which is not known wit
 
 @dataclass(frozen=True)
 class CuDNN:
-    """cuDNN's attention with a causal mask, by `jax.nn.dot_product_attention`.
+    """cuDNN's attention with a causal mask, by `jax.nn.dot_product_attention`."""
 
-    Packed sequences are refused: what cuDNN takes is the offset of each segment, a layout of its
-    own, and a mask as an array would be quadratic in the sequence.
-
-    - `window`: as for `attention.allowed`.
-    """
-
+    # Packed sequences are refused: what cuDNN takes is the offset of each segment, a layout of its
+    # own, and a mask as an array would be quadratic in the sequence.
     window: int | None = None
 
     def __call__(
@@ -36,10 +31,7 @@ class CuDNN:
         key: Float[Array, "batch seq kv_heads head_dim"],
         value: Float[Array, "batch seq kv_heads head_dim"],
     ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
-        """softmax(query · keyᵀ, masked) · value, with cuDNN's own derivative.
-
-        - `query`: multiplied by the scale of the scores.
-        """
+        """softmax(query · keyᵀ, masked) · value of scaled queries, with cuDNN's own derivative."""
         batch, length, kv_heads, queries, head_dim = query.shape
         mixed = jax.nn.dot_product_attention(
             query.reshape(batch, length, kv_heads * queries, head_dim),
@@ -60,13 +52,7 @@ def check_cudnn(
     packed: bool,
     soft_cap: float | None = None,
 ) -> None:
-    """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
-
-    - `head_dims`: width of a query or key head, and of a value head.
-    - `dtype`: of queries, keys and values.
-    - `packed`: whether there are segment ids.
-    - `soft_cap`: the bound of the scores; None for no bound.
-    """
+    """Refuses what cuDNN cannot compute; widths of a query or key head, and of a value head."""
     (head_dim, value_dim), reason = head_dims, None
     name = jax.numpy.dtype(dtype).name
     if packed:
@@ -92,7 +78,6 @@ def check_cudnn(
 
 
 def _is_installed() -> bool:
-    """Whether the wheel is there, or the loader of the system finds the library."""
     try:
         if importlib.util.find_spec("nvidia.cudnn") is not None:
             return True

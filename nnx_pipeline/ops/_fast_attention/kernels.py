@@ -8,12 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_platform
-from nnx_pipeline.ops._attention import (
-    Options,
-    dot_product_attention,
-    in_groups,
-    out_of_groups,
-)
+from nnx_pipeline.ops._attention import Options, dot_product_attention, in_groups, out_of_groups
 from nnx_pipeline.ops._fast_attention import cudnn, splash
 from nnx_pipeline.ops._fast_attention.chunked import Tiling, attend_by_tiles
 from nnx_pipeline.ops._per_device import differentiable
@@ -48,18 +43,9 @@ def chunked_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """`dot_product_attention` in memory that is linear in the sequence, on every platform.
-
-    - `options`: its `block` is how many queries and keys a tile of scores has; None for `TILE`. The
-      mask is computed tile by tile.
-
-    The other arguments are as for `dot_product_attention`.
-    """
+    """`dot_product_attention` in memory linear in the sequence, for tiles of `block` tokens."""
     tiling = Tiling(options.window, options.block or TILE, options.soft_cap)
-
-    def kernel(*arrays: Array) -> Array:
-        return attend_by_tiles(tiling, *arrays)
-
+    kernel = functools.partial(attend_by_tiles, tiling)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return _on_devices(kernel, (query, key, value, segment_ids), grouped)
 
@@ -73,13 +59,7 @@ def flash_attention(
     grouped: P,
     options: Options = Options(),
 ) -> _Output:
-    """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU.
-
-    - `options`: its `block` has to be None, because kernels have blocks of their own.
-
-    The other arguments are as for `dot_product_attention`. Raises InputError for what the kernel
-    of the platform does not support, and on a CPU, which has none.
-    """
+    """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU."""
     if options.block is not None:
         raise InputError(
             "model.attention='flash' is a kernel with blocks of its own, and got attention_block="
@@ -102,18 +82,9 @@ def flash_attention(
     return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
 
 
-def auto_attention(
-    query: Heads,
-    key: KeyHeads,
-    value: ValueHeads,
-    segment_ids: Segments = None,
-    *,
-    grouped: P,
-    options: Options = Options(),
-) -> _Output:
-    """The kind of attention that `chosen` names for these arrays, with the same arguments."""
+def auto_attention(query: Heads, *others: Array | None, grouped: P, options: Options) -> Array:
     kind = chosen("auto", query.shape[1], query.dtype)
-    return KERNELS[kind](query, key, value, segment_ids, grouped=grouped, options=options)
+    return KERNELS[kind](query, *others, grouped=grouped, options=options)
 
 
 # What `model.attention` may be.
@@ -126,11 +97,6 @@ KERNELS: dict[str, Kernel] = {
 
 
 def check_platform(kind: str, platform: str) -> None:
-    """Raises InputError for a kind of attention that a platform has no kernel for.
-
-    - `kind`: of `KERNELS`.
-    - `platform`: as `mesh.ambient_platform` names it.
-    """
     if kind == "flash" and platform not in ("tpu", "gpu"):
         raise InputError(
             "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
@@ -139,13 +105,6 @@ def check_platform(kind: str, platform: str) -> None:
 
 
 def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
-    """The kind of attention that is computed on the ambient platform.
-
-    - `kind`: of `KERNELS`. `auto` is `flash` on a TPU whose kernel takes the sequence, and
-      elsewhere `dot_product` up to `SHORT` tokens and `chunked` for more.
-    - `length`: tokens of a sequence.
-    - `dtype`: of queries, keys and values.
-    """
     if kind != "auto":
         return kind
     if ambient_platform() == "tpu" and splash.Splash.obstacle(length, dtype) is None:
@@ -159,13 +118,8 @@ def _on_devices(
     grouped: P,
     whole: Sequence[Array] = (),
 ) -> Array:
-    """Each device computes its own sequences and heads.
-
-    - `kernel`: of the arrays of one device, without segment ids where there are none.
-    - `arrays`: query in groups, key, value and segment ids.
-    - `grouped`: sharding of the query and of what the kernel returns.
-    - `whole`: further arguments, which every device has whole.
-    """
+    # `arrays` are query in groups, key, value and segment ids; every device has those of `whole`
+    # whole. `kernel` gets no segment ids where there are none.
     keys = P(*grouped[:3], None)
     specs = [grouped, keys, keys, P(grouped[0], None)]
     given = [array for array in arrays if array is not None]

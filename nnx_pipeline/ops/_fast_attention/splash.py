@@ -20,15 +20,7 @@ _PRODUCTS = {"splash_mqa_fwd": (1, 1), "splash_mqa_dkv": (2, 2), "splash_mqa_dq"
 
 @dataclass(frozen=True)
 class Splash:
-    """Splash attention; the kernel computes the mask, causal or of a sliding window.
-
-    It leaves tiles out in which no query may read a key, and reads grouped keys and values without
-    repeating them.
-
-    - `window`: as for `attention.allowed`.
-    - `cap`: the bound of the scores, see `ops.attention.soft_cap`; None for no bound.
-    - `interpret`: whether the kernel is interpreted, for tests where there is no TPU.
-    """
+    """Splash attention, without tiles in which no query may read a key."""
 
     window: int | None = None
     cap: float | None = None
@@ -36,11 +28,7 @@ class Splash:
 
     @staticmethod
     def obstacle(length: int, dtype: jax.typing.DTypeLike) -> str | None:
-        """Why the kernel cannot be compiled, with the cure; None if it can.
-
-        - `length`: tokens of a sequence.
-        - `dtype`: of queries, keys and values.
-        """
+        """Why the kernel cannot be compiled, with the cure; None if it can."""
         if length % LANES:
             return (
                 f"a sequence of {counted(length, 'token')} does not divide into blocks of {LANES}; "
@@ -51,13 +39,8 @@ class Splash:
         return None
 
     def masks(self, length: int, queries: int) -> tuple[list[Array], jax.tree_util.PyTreeDef]:
-        """The arrays of the kernel, which say what its tiles are, and their structure.
-
-        - `length`: tokens of a sequence.
-        - `queries`: query heads of a key-value head.
-
-        They are arguments of the function of one device: see `chunked.computed_tiles`.
-        """
+        """The arrays of the kernel, which say what its tiles are, and their structure."""
+        # They are arguments of the function of one device: see `chunked.computed_tiles`.
         # Importing Pallas takes a second.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -91,13 +74,8 @@ class Splash:
         value: Float[Array, "batch seq kv_heads value_dim"],
         *rest: Array,
     ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
-        """softmax(query · keyᵀ, masked) · value, with the kernel's own derivative.
-
-        - `structure`: of `masks`.
-        - `query`: multiplied by the scale of the scores.
-        - `rest`: the arrays of `masks`, before them int32[batch, seq] segment ids, if there are
-          any: a query reads keys of its own segment.
-        """
+        """softmax(query · keyᵀ, masked) · value of scaled queries, with a derivative of its own."""
+        # `rest` are segment ids, if there are any, and the arrays of `masks`.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         at = len(rest) - structure.num_leaves
@@ -120,10 +98,8 @@ class Splash:
         return mixed.transpose(0, 3, 1, 2, 4)
 
     def stated(self, query: Array, value: Array) -> dict[str, str]:
-        """What each kernel says of its cost, by its name: it says nothing itself.
-
-        A tile counts in full, even if the mask leaves a part of the tile out.
-        """
+        """What each kernel says of its cost, by its name: it says nothing itself."""
+        # A tile counts in full, even if the mask leaves a part of the tile out.
         batch, length, kv_heads, queries, head_dim = query.shape
         block = _block(length)
         tiles = batch * kv_heads * queries * len(tiles_needed(length, block, self.window))
@@ -143,7 +119,6 @@ def _block(length: int) -> int:
 
 
 def check_splash(length: int, dtype: jax.typing.DTypeLike) -> None:
-    """Raises InputError if the kernel cannot be compiled for these arrays."""
     reason = Splash.obstacle(length, dtype)
     if reason:
         raise InputError(

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops._grouped.how import How
-from nnx_pipeline.ops._grouped.order import Some, visits
+from nnx_pipeline.ops._grouped.order import How, Some, visits
 
 
 def product(
@@ -24,8 +23,6 @@ def product(
     - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if `how.transposed`.
     - `sizes`: how many rows each of all groups has, one group behind the other.
     - `first`: the group of the first kernel.
-    - `out`: in the dtype of `rows`, or None.
-    - `how`: a step of the loop multiplies the rows of a tile.
 
     The products add up in float32, and the result has the dtype of `rows`.
     """
@@ -60,13 +57,10 @@ def outer(
     count: int,
     how: How,
 ) -> Float[Array, "count into out_of"]:
-    """Σ over the rows of each of some groups of leftᵀ · right: the gradient of their kernels.
+    """Σ over the rows of each of `count` groups of leftᵀ · right: the gradient of their kernels.
 
-    - `sizes`, `first`, `how`: as for `product`.
-    - `count`: the number of these groups.
-
-    Rows of other groups may hold anything. The sum is made in float32, and the result has the
-    dtype of `left`.
+    Rows of other groups may hold anything. The sum is made in float32, and the result has the dtype
+    of `left`.
     """
     tile, *_ = how.tile
     lefts = left.reshape(-1, tile, left.shape[1])
@@ -93,12 +87,7 @@ def _over_visits(
     start: Array,
     rows: tuple[Array, Array, Array],
 ) -> Array:
-    """The state after all visits; a visit without rows is skipped.
-
-    - `visit`: (state, group, tile, bounds) to the state.
-    - `start`: the state before.
-    - `rows`: what `visits` returns.
-    """
+    """The state after all visits of `visits`; `visit` takes (state, group, tile, bounds)."""
 
     def step(state: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:
         bounds = row[2]

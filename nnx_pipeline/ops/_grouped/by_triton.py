@@ -12,8 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops._grouped.how import How
-from nnx_pipeline.ops._grouped.order import Some, visits
+from nnx_pipeline.ops._grouped.order import How, Some, visits
 
 Ref = Any  # a reference of Pallas to an array, for which JAX has no public type
 SHARED_MEMORY = 200 * 2**10  # bytes for what is loaded ahead; a multiprocessor of an H100 has 227
@@ -28,14 +27,7 @@ def product(
     *,
     how: How,
 ) -> Float[Array, "rows out_of"]:
-    """Each row of some groups times the kernel of its group, see `by_tiles.product`.
-
-    Other rows are as in `out`; without `out` they may be anything.
-
-    - `kernels`, `sizes`, `first`, `out`, `how`: as there.
-
-    The products add up in float32, and the result has the dtype of `rows`.
-    """
+    """As `by_tiles.product`; other rows are as in `out`, without which they may be anything."""
     many, into = rows.shape
     out_of = kernels.shape[1 if how.transposed else 2]
     high, deep, wide = how.tile
@@ -101,10 +93,7 @@ def outer(
     count: int,
     how: How,
 ) -> Float[Array, "count into out_of"]:
-    """Σ over the rows of each of some groups of leftᵀ · right, see `by_tiles.outer`.
-
-    - `sizes`, `first`, `count`, `how`: as there.
-    """
+    """As `by_tiles.outer`."""
     (many, into), out_of = left.shape, right.shape[1]
     high, deep, wide = how.tile
     starts, ends = Some(first, count).bounds(sizes)
@@ -150,10 +139,7 @@ def outer(
 
 
 def _parameters(elements: int, dtype: jax.typing.DTypeLike) -> triton.CompilerParams:
-    """How a program runs: how many steps are loaded ahead, as far as shared memory goes.
-
-    - `elements`: what one step loads, in `dtype`.
-    """
+    """How many steps, each of so many elements, are loaded ahead, as far as shared memory goes."""
     fitting = SHARED_MEMORY // (elements * jnp.dtype(dtype).itemsize)
     return triton.CompilerParams(num_warps=8, num_stages=max(1, min(3, fitting)))
 
@@ -161,10 +147,8 @@ def _parameters(elements: int, dtype: jax.typing.DTypeLike) -> triton.CompilerPa
 def _cost(
     many: int, into: int, out_of: int, groups: int, dtype: jax.typing.DTypeLike
 ) -> dict[str, str]:
-    """What a product costs if so many rows belong to its groups, for readers of compiled programs.
-
-    The lowering through Triton drops a `cost_estimate`, and keeps metadata.
-    """
+    """What a product costs if so many rows belong to its groups, for readers of programs."""
+    # The lowering through Triton drops a `cost_estimate`, and keeps metadata.
     elements = many * (into + out_of) + groups * into * out_of
     size = elements * jnp.dtype(dtype).itemsize
     return {"flops": str(2 * many * into * out_of), "bytes_accessed": str(size)}

@@ -13,15 +13,7 @@ from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.lab.errors import is_divisor
 from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
 from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
-from nnx_pipeline.ops._grouped.order import (
-    Order,
-    Some,
-    from_rows,
-    of_rows,
-    sort_by_expert,
-    to_rows,
-    weights_of_choices,
-)
+from nnx_pipeline.ops._grouped import order as sorting
 from nnx_pipeline.ops._grouped.products import GroupedProducts, products_for
 from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, P
@@ -32,9 +24,8 @@ class GroupedExperts:
     """Σ over the chosen experts of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
 
     Each device sorts the choices of its tokens by expert, and multiplies the rows of each expert by
-    that expert's kernels. No token is dropped, and none is computed by an expert that was not
-    chosen for it. So the work is the active parameters', but for rows that fill up a tile.
-    There are as many rows as choices, however these are spread over the experts.
+    that expert's kernels. No token is dropped: the work is the active parameters', but for rows
+    that fill up a tile.
 
     Where experts are sharded over the mesh axis `expert`, each device along it computes its own
     experts for the tokens of all, which it gathers; the results are scattered back. That sends each
@@ -44,15 +35,11 @@ class GroupedExperts:
     How many rows are multiplied is known when the program runs. Estimates from the program take
     each expert to have as many as the others.
 
-    - `group`: for how many experts of a device kernels are gathered, and multiplied, at a time; it
-      divides their number. None takes all of them.
-    - `tiles`: the numbers of `products_for`.
-
-    A scan runs over the groups. A small group saves memory, because the kernels of one group are
-    gathered at a time, and the gradients of one are whole at a time. It takes time: gathers wait
-    for the group before, and JAX's kernels work out anew which rows are whose. For Mixtral 8x7B on
-    64 TPU v5p (libtpu 0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp,
-    and by estimate 2.71, 3.15, 3.19 and 3.41 s.
+    Kernels of `group` experts are gathered, and multiplied, at a time, in a scan. A small group
+    saves memory, for their gradients too. It takes time: gathers wait for the group before, and
+    JAX's kernels work out anew which rows are whose. For Mixtral 8x7B on 64 TPU v5p (libtpu
+    0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp, and by estimate
+    2.71, 3.15, 3.19 and 3.41 s.
     """
 
     group: int | None = None
@@ -61,11 +48,7 @@ class GroupedExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Sends all tokens through their experts; arguments as for `DenseExperts`.
-
-        Raises InputError for a layout in which devices that share the experts, or the width of a
-        kernel, have the same tokens, and for a group that does not divide a device's experts.
-        """
+        """As `DenseExperts`; raises InputError where devices of an expert share tokens."""
         del remat  # what a layer keeps of the hidden units is decided by their names
         weights, experts = choice
         tokens = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
@@ -84,33 +67,23 @@ class GroupedExperts:
 
 
 class _Groups(NamedTuple):
-    """Some experts of a device, and what has been computed for those before them.
-
-    - `products`: how groups of rows are multiplied.
-    - `sizes`: how many rows each expert of the device has.
-    - `some`: which experts these are; None for all of the device.
-    - `results`: rows of all experts, to which these add theirs; None for all of the device.
-    """
+    """Some experts of a device, or all, which add their rows to `results` of all experts."""
 
     products: GroupedProducts
     sizes: Array
-    some: Some | None = None
+    some: sorting.Some | None = None
     results: list[Array] | None = None
 
     def product(
         self, place: int, rows: Array, kernels: Array, *, transposed: bool = False
     ) -> Array:
-        """The rows times their kernels, see `GroupedProducts.product`.
-
-        - `place`: which of the results these rows belong to.
-        """
+        """The rows times their kernels; they belong to the result number `place`."""
         into = None
         if self.some is not None and self.results is not None:
             into = jnp.int32(self.some.first), self.results[place]
         return self.products.product(rows, kernels, self.sizes, into, transposed=transposed)
 
     def outer(self, left: Array, right: Array) -> Array:
-        """The gradients of the kernels, see `GroupedProducts.outer`."""
         return self.products.outer(left, right, self.sizes, self.some)
 
 
@@ -120,13 +93,7 @@ OfSome = Callable[..., _OfGroup]  # (the group, its kernels)
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDevice(OnDevices):
-    """What a device computes for its own tokens, and what it exchanges with others.
-
-    Arrays of rows are `[devices, rows, …]`: each device has its own rows.
-
-    - `products`: how groups of rows are multiplied.
-    - `group`: for how many of a device's experts kernels are gathered at a time.
-    """
+    """What a device computes for its own tokens; arrays of rows are `[devices, rows, …]`."""
 
     products: GroupedProducts
     group: int
@@ -142,12 +109,12 @@ class _OnDevice(OnDevices):
         batch = self.batch or None
         return P(batch, None), P(batch, None, None), P(batch, None)
 
-    def sort(self, experts: Int[Array, "batch seq chosen"]) -> Order:
+    def sort(self, experts: Int[Array, "batch seq chosen"]) -> sorting.Order:
         """The order of the choices on each device; its arrays have an axis of devices."""
 
         def local(experts: Array) -> tuple[Array, ...]:
             mine = jax.lax.axis_index(self.owners) if self.owners else 0
-            order = sort_by_expert(
+            order = sorting.sort_by_expert(
                 _flat(self.from_owners(experts)),
                 first=mine * self.own,
                 own=self.own,
@@ -155,24 +122,17 @@ class _OnDevice(OnDevices):
             )
             return tuple(leaf[None] for leaf in order)
 
-        return Order(*self.per_device(local, [self.tokens], self.orders)(experts))
+        return sorting.Order(*self.per_device(local, [self.tokens], self.orders)(experts))
 
-    def in_turn(self, some: OfSome, order: Order, kernels: tuple[Array, ...]) -> _OfGroup:
-        """The results of one group of experts after the other, and the gradients of their kernels.
-
-        - `some`: what is done for a group, see `OfSome`.
-        - `order`: of the rows of this device.
-        - `kernels`: of this device's experts, `[experts, …]` each.
-
-        Returns for all experts what `some` returns for a group.
-        """
+    def in_turn(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
+        """The results of one group after the other, and the gradients of their kernels."""
         steps = self.own // self.group
         if steps == 1:  # there is nothing to add to
             return some(_Groups(self.products, order.sizes), *kernels)
 
         def step(results: list[Array], now: tuple[Array, tuple[Array, ...]]) -> _OfGroup:
             number, own = now
-            groups = Some(number * self.group, self.group)
+            groups = sorting.Some(number * self.group, self.group)
             return some(_Groups(self.products, order.sizes, groups, results), *own)
 
         split = tuple(kernel.reshape(steps, -1, *kernel.shape[1:]) for kernel in kernels)
@@ -188,22 +148,18 @@ class _OnDevice(OnDevices):
         return jax.lax.all_gather(x, self.owners, axis=0, tiled=True) if self.owners else x
 
     def to_owners(self, y: Array, like: Array) -> Array:
-        """Adds up parts of a result and leaves each device its own tokens: a reduce-scatter.
-
-        - `y`: float32 `[tokens, …]`, this device's part.
-        - `like`: gives batch and sequence of the tokens of this device, and the dtype of the sum.
-        """
+        """Adds up parts `[tokens, …]` and leaves each device its own: a reduce-scatter."""
         y = self.over_parts(y).reshape(-1, like.shape[1], y.shape[-1])
         if self.owners:
             y = jax.lax.psum_scatter(y, self.owners, scatter_dimension=0, tiled=True)
         return y.astype(like.dtype)
 
     def open(
-        self, x: Array, places: Order, gate: Array, up: Array
+        self, x: Array, places: sorting.Order, gate: Array, up: Array
     ) -> tuple[tuple[Array, Array], OpenResiduals]:
         def local(x: Array, *rest: Array) -> tuple[Array, ...]:
             order, kernels = _mine(rest[:3]), rest[3:]
-            rows = to_rows(_flat(self.from_owners(x)), order)
+            rows = sorting.to_rows(_flat(self.from_owners(x)), order)
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
@@ -222,7 +178,7 @@ class _OnDevice(OnDevices):
 
         def local(x: Array, *rest: Array) -> tuple[Array, ...]:
             order, kernels, d_rows = _mine(rest[:3]), rest[3:5], [each[0] for each in rest[5:]]
-            rows = to_rows(_flat(self.from_owners(x)), order)
+            rows = sorting.to_rows(_flat(self.from_owners(x)), order)
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 parts, d_kernels = [], []
@@ -233,7 +189,7 @@ class _OnDevice(OnDevices):
                 return parts, tuple(d_kernels)
 
             (of_gate, of_up), d_kernels = self.in_turn(some, order, kernels)
-            return self.to_owners(from_rows(of_gate + of_up, order), x), *d_kernels
+            return self.to_owners(sorting.from_rows(of_gate + of_up, order), x), *d_kernels
 
         into, rows = self.into, self.rows
         specs = [self.tokens, *self.orders, into, into, rows, rows]
@@ -243,18 +199,18 @@ class _OnDevice(OnDevices):
         return d_x, d_gate, d_up
 
     def close(
-        self, hidden: Array, weights: Array, places: Order, down: Array
+        self, hidden: Array, weights: Array, places: sorting.Order, down: Array
     ) -> tuple[Array, CloseResiduals]:
         def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
             order, down = _mine(rest[:3]), rest[3]
-            share = of_rows(_flat(self.from_owners(weights)), order)
+            share = sorting.of_rows(_flat(self.from_owners(weights)), order)
             weighed = hidden[0] * share[:, None]
 
             def some(groups: _Groups, down: Array) -> _OfGroup:
                 return [groups.product(0, weighed, self.gathered(down, 2))], ()
 
             (rows,), _ = self.in_turn(some, order, (down,))
-            return (self.to_owners(from_rows(rows, order), weights),)
+            return (self.to_owners(sorting.from_rows(rows, order), weights),)
 
         specs = [self.rows, self.tokens, *self.orders, self.down]
         (mixed,) = self.per_device(local, specs, [self.tokens])(hidden, weights, *places, down)
@@ -265,8 +221,8 @@ class _OnDevice(OnDevices):
 
         def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
             order, down, cotangent = _mine(rest[:3]), rest[3], rest[4]
-            hidden, share = hidden[0], of_rows(_flat(self.from_owners(weights)), order)
-            d_rows = to_rows(_flat(self.from_owners(cotangent)), order)
+            hidden, share = hidden[0], sorting.of_rows(_flat(self.from_owners(weights)), order)
+            d_rows = sorting.to_rows(_flat(self.from_owners(cotangent)), order)
             weighed = hidden * share[:, None]
 
             def some(groups: _Groups, down: Array) -> _OfGroup:
@@ -275,7 +231,7 @@ class _OnDevice(OnDevices):
 
             (d_weighed,), (d_down,) = self.in_turn(some, order, (down,))
             d_share = jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=1)
-            d_weights = self.to_owners(weights_of_choices(d_share, order), weights)
+            d_weights = self.to_owners(sorting.weights_of_choices(d_share, order), weights)
             d_hidden = d_weighed * share[:, None]
             return d_hidden[None], d_weights, d_down
 
@@ -292,5 +248,5 @@ def _flat(x: Array) -> Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _mine(order: tuple[Array, ...]) -> Order:
-    return Order(*(leaf[0] for leaf in order))
+def _mine(order: tuple[Array, ...]) -> sorting.Order:
+    return sorting.Order(*(leaf[0] for leaf in order))

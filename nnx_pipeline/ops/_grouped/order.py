@@ -6,23 +6,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+Tile = tuple[int, int, int]  # rows, width before, width after
+
+
+class How(NamedTuple):
+    """How rows are multiplied by the kernels of their groups.
+
+    The first number of `tile` divides the rows of a product; in the gradient of kernels it is how
+    many rows a step of the sum takes, and the others are the part of a kernel that is computed. A
+    loop in plain JAX reads the first number alone.
+    """
+
+    tile: Tile
+    transposed: bool = False  # kernels are `[groups, out_of, into]`
+    share: int = 1  # 1 / share of all rows are of the call's groups, for what a kernel states
+    interpret: bool = False  # for tests where a kernel's platform is not
+
 
 class Order(NamedTuple):
     """Where each choice of a token lies when all choices are sorted by their expert.
 
-    A choice is a token and one of the experts that the router has chosen for it; choice c belongs
-    to token c // chosen. The rows of an expert are consecutive, and the first expert comes first.
-    Rows after the last expert may be anything: choices of experts on other devices, and rows that
-    fill up a tile.
-
-    - `choices`: the choice of each row.
-    - `places`: the row of each choice.
-    - `sizes`: how many rows each expert of this device has.
+    Choice c belongs to token c // chosen. The rows of an expert are consecutive, and the first
+    expert comes first. Rows after the last expert may be anything: choices of experts on other
+    devices, and rows that fill up a tile.
     """
 
-    choices: Int[Array, "rows"]
-    places: Int[Array, "tokens chosen"]
-    sizes: Int[Array, "experts"]
+    choices: Int[Array, "rows"]  # of each row
+    places: Int[Array, "tokens chosen"]  # the row of each choice
+    sizes: Int[Array, "experts"]  # the rows of each expert of this device
 
     @property
     def used(self) -> Int[Array, ""]:
@@ -31,19 +42,13 @@ class Order(NamedTuple):
 
     @property
     def tokens(self) -> Int[Array, "rows"]:
-        """The token of each row."""
         return self.choices // self.places.shape[1]
 
 
 def sort_by_expert(
     experts: Int[Array, "tokens chosen"], *, first: Int[Array, ""] | int, own: int, tile: int
 ) -> Order:
-    """Sorts the choices of all tokens by their expert, and the choices of an expert by token.
-
-    - `experts`: the number of each chosen expert.
-    - `first`, `own`: this device has `own` experts, from number `first` on.
-    - `tile`: the number of rows is a multiple of `tile`.
-    """
+    """Sorts choices by expert and token, for `own` experts from `first` on, in whole tiles."""
     flat = experts.reshape(-1) - first
     flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # experts of other devices come last
     choices = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -60,10 +65,8 @@ def to_rows(x: Float[Array, "tokens *rest"], order: Order) -> Float[Array, "rows
 
 
 def from_rows(rows: Float[Array, "rows embed"], order: Order) -> Float[Array, "tokens embed"]:
-    """The sum of the rows of each token, in float32; the transpose of `to_rows`.
-
-    - `rows`: rows that belong to no expert of this device may hold anything, even NaN.
-    """
+    """The sum of the rows of each token, in float32; the transpose of `to_rows`."""
+    # Rows that belong to no expert of this device may hold anything, even NaN.
     total = jnp.zeros((order.places.shape[0], rows.shape[1]), jnp.float32)
     for places in order.places.T:  # few; one array for all choices would be larger than x
         own = rows.at[places].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -83,20 +86,13 @@ def of_rows(values: Float[Array, "tokens chosen"], order: Order) -> Float[Array,
 
 
 class Some(NamedTuple):
-    """Consecutive groups of rows.
-
-    - `first`: the number of the first group.
-    - `number`: how many groups.
-    """
+    """`number` consecutive groups of rows from number `first` on."""
 
     first: Int[Array, ""] | int
     number: int
 
     def bounds(self, sizes: Int[Array, "groups"]) -> tuple[Int[Array, "some"], Int[Array, "some"]]:
-        """The first row of each of these groups, and the row after its last.
-
-        - `sizes`: how many rows each of all groups has, one group behind the other.
-        """
+        """The first row of each of these groups, and the row after its last."""
         ends = jnp.cumsum(sizes)
         starts, ends = (
             jax.lax.dynamic_slice_in_dim(each, self.first, self.number)
@@ -110,14 +106,9 @@ def visits(
 ) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
     """Cuts rows into tiles, and says which of some groups computes which tile.
 
-    - `some`: the groups that compute.
-    - `sizes`: how many rows each of all groups has, one group behind the other.
-    - `rows`: the number of all rows, a multiple of `tile`.
-    - `tile`: the rows of a tile.
-
-    Each group visits the tiles that hold its rows. Returns for each visit its group, counted from
-    the first of these groups, its tile, and the range of the group's rows. There are as many visits
-    as may be needed (rows / tile + groups - 1); a visit that is not needed has an empty range.
+    Returns for each visit its group, counted from the first of these, its tile, and the range of
+    the group's rows. There are as many visits as may be needed (rows / tile + groups - 1); a visit
+    that is not needed has an empty range.
     """
     groups = some.number
     starts, ends = some.bounds(sizes)

@@ -1,7 +1,4 @@
-"""Products of groups of rows with a kernel each: which implementation computes them where.
-
-Kernels written in Pallas are imported where they are used, because that takes a second.
-"""
+"""Products of groups of rows with a kernel each: which implementation computes them where."""
 
 import contextlib
 import functools
@@ -17,20 +14,14 @@ from jaxtyping import Array, Float, Int
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_platform
 from nnx_pipeline.ops._grouped import by_tiles
-from nnx_pipeline.ops._grouped.how import How, Tile
-from nnx_pipeline.ops._grouped.order import Some
+from nnx_pipeline.ops._grouped.order import How, Some, Tile
 from nnx_pipeline.ops._per_device import one_by_one
 
 Backend = Literal["megablox", "triton", "tiles"]
 
 
 class Tiles(NamedTuple):
-    """Rows, width before and width after of what a kernel computes at a time, for each product.
-
-    - `forward`: rows times kernels.
-    - `to_rows`: cotangents times transposed kernels, which give the cotangents of the rows.
-    - `to_kernels`: rows times cotangents, which give the gradients of the kernels.
-    """
+    """Rows, width before and width after of what a kernel computes at a time, by product."""
 
     forward: Tile
     to_rows: Tile
@@ -38,10 +29,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, numbers: tuple[int, ...]) -> "Tiles":
-        """The tiles of three numbers, which hold for all products, or of nine.
-
-        Raises InputError for another number of numbers, and for rows that do not divide each other.
-        """
+        """The tiles of three numbers, which hold for all products, or of nine."""
         numbers = numbers * 3 if len(numbers) == 3 else numbers
         if len(numbers) != 9 or any(max(numbers[::3]) % rows for rows in numbers[::3]):
             raise InputError(
@@ -57,12 +45,8 @@ class Tiles(NamedTuple):
 class GroupedProducts:
     """The products of experts with the rows that were sent to them.
 
-    - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA
-      GPUs, and `tiles` a loop in plain JAX.
-    - `tiles`: what is computed at a time; the backend `tiles` reads the numbers of rows alone.
-    - `share`: the part of all rows that belong to the groups of one call, if all groups have as
-      many: 1 / `share`. It is for what is stated of the cost of kernels.
-    - `interpret`: whether kernels are interpreted, for tests where their platform is not.
+    `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA GPUs, and `tiles`
+    a loop in plain JAX, which reads the numbers of rows of its tiles alone.
     """
 
     backend: Backend
@@ -105,11 +89,7 @@ class GroupedProducts:
         sizes: Int[Array, "groups"],
         some: Some | None = None,
     ) -> Float[Array, "some into out_of"]:
-        """Σ over the rows of each group of leftᵀ · right; rows of no group may be anything.
-
-        - `sizes`: as for `product`.
-        - `some`: the groups; None for all.
-        """
+        """Σ over each group's rows of leftᵀ · right; rows of no group may be anything."""
         first, count = some or Some(jnp.int32(0), len(sizes))
         how = How(self.tiles.to_kernels, share=self.share, interpret=self.interpret)
         function: Callable[..., Array] = _outer_of_megablox
@@ -185,14 +165,8 @@ def _outer_of_megablox(
 
 @contextlib.contextmanager
 def _calling(kernel: str, flops: int, size: int) -> Iterator[None]:
-    """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`.
-
-    The kernels themselves state the cost of all rows, though they skip rows of other groups.
-
-    - `kernel`: its name.
-    - `flops`: its operations.
-    - `size`: the bytes that it reads and writes, tile by tile.
-    """
+    """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`."""
+    # The kernels themselves state the cost of all rows, though they skip rows of other groups.
     cost = {kernel: f"flops={flops} bytes_accessed={size}"}
     with set_xla_metadata(**cost), jax.numpy_dtype_promotion("standard"):
         yield
@@ -215,13 +189,8 @@ ON_PLATFORM: dict[str, tuple[Backend, Tile]] = {
 def products_for(
     rows: int, numbers: tuple[int, ...] | None = None, *, share: int = 1
 ) -> GroupedProducts:
-    """The products as they are computed on the ambient platform.
-
-    - `rows`: how many rows all experts of a device have together; a tile has no more than the next
-      power of two.
-    - `share`: as for `GroupedProducts`.
-    - `numbers`: as for `Tiles.of`, each a power of two; None for what suits the platform.
-    """
+    """The products of so many rows, of all experts of a device, on the ambient platform."""
+    # A tile has no more rows than the next power of two, as each of `numbers` is.
     backend, usual = ON_PLATFORM[ambient_platform()]
     most = max(16, 1 << (rows - 1).bit_length())
     tiles = Tiles.of(numbers or usual)

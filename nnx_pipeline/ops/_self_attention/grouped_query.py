@@ -3,21 +3,37 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops._fast_attention.kernels import Kernel
 from nnx_pipeline.ops._low_precision import Product, full_product
 from nnx_pipeline.sharding.layout import Layout, gather_weight
 
 
-class QueryKey(NamedTuple):
-    """What query and key go through between their projections and their scores.
+def query_gain(config: ModelConfig) -> float:
+    """What initial query kernels, or the scales of their norms, are multiplied by."""
+    # The scores of a new model then have the same variance whatever `attention_scale` is.
+    gain: float = config.head_dim**-0.5 / config.attention_scale
+    return gain
 
-    - `rotate`: (heads `[batch, seq, heads, head_dim]`, positions) to heads: the rotary embedding.
-    - `query_norm`, `key_norm`: normalise each head before that; None leaves them as they are.
-    """
+
+def query_initializer(
+    initializer: jax.nn.initializers.Initializer, config: ModelConfig
+) -> jax.nn.initializers.Initializer:
+    gain = query_gain(config)
+
+    def initial(*args: object, **options: object) -> Array:
+        return initializer(*args, **options) * gain  # type: ignore[arg-type]
+
+    return initial
+
+
+class QueryKey(NamedTuple):
+    """Rotary embedding of heads, `[batch, seq, heads, head_dim]`, positions, after their norms."""
 
     rotate: Callable[[Array, Array], Array]
     query_norm: Callable[[Array], Array] | None = None
@@ -25,11 +41,6 @@ class QueryKey(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to the result of each projection, as it is stored; None adds nothing.
-
-    - `out`: GPT-OSS has one, and Qwen2 none.
-    """
-
     query: Float[Array, "heads head_dim"] | None = None
     key: Float[Array, "kv_heads head_dim"] | None = None
     value: Float[Array, "kv_heads head_dim"] | None = None
@@ -37,12 +48,7 @@ class Biases(NamedTuple):
 
 
 class Projections(NamedTuple):
-    """The projections of one attention layer.
-
-    - `query`, `key`, `value`, `out`: the kernels as they are stored, in sharding and dtype.
-    - `biases`: what is added to the results.
-    - `product`: multiplies activations and kernels, see `low_precision.product_of`.
-    """
+    """The kernels and biases of one attention layer, in the sharding and dtype as stored."""
 
     query: Float[Array, "embed heads head_dim"]
     key: Float[Array, "embed kv_heads head_dim"]
@@ -64,17 +70,10 @@ def self_attention(
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention in the dtype of `x`, to which kernels and biases are cast.
 
-    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the projections, with their biases.
-    - `positions`: for the rotary embedding; None counts from 0.
-    - `segment_ids`: which segment each token belongs to; None for one segment per row.
-    - `kernel`: what computes the heads from query, key and value; one of
-      `fast_attention.kernels.KERNELS`, with its options.
-    - `query_key`: the rotary embedding, and the norms before it where there are any.
-    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
-
-    The results of the projections have, for remat policies, the names `remat.QUERY_KEY_VALUE` and
-    `remat.OUT`.
+    `x`, the normalised residual stream, and the result are sharded by ("batch", None, None).
+    `kernel` is one of `fast_attention.kernels.KERNELS`, with its options. Without `positions` they
+    count from 0. The results of the projections have, for remat policies, the names
+    `remat.QUERY_KEY_VALUE` and `remat.OUT`.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -99,10 +98,7 @@ def self_attention(
 
 
 def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array:
-    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]`, with the kernel gathered.
-
-    - `name`: of a projection, `query`, `key` or `value`.
-    """
+    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]` by the kernel of this name."""
     kernel: Array = getattr(kernels, name)
     heads = "heads" if name == "query" else "kv_heads"
     gathered = gather_weight(

@@ -12,29 +12,20 @@ from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding
 
 
 class LatentProjections(NamedTuple):
-    """The kernels of one layer, in the sharding and dtype in which they are stored.
+    """The kernels of one layer, in the sharding and dtype in which they are stored."""
 
-    - `query_down`: from the stream to the latent vector of queries; None if there is none.
-    - `query`: to the query heads, from that latent vector, or from the stream.
-    - `kv_down`: from the stream to the latent vector of keys and values, and beside it the one
-      rotated key that all heads read.
-    - `kv_up`: from that latent vector to what of each key is not rotated, and beside it its value.
-    - `out`: from the value heads to the stream.
-    """
-
-    query_down: Float[Array, "embed q_rank"] | None
-    query: Float[Array, "from heads head_dim"]
-    kv_down: Float[Array, "embed kv_rank_and_rope"]
-    kv_up: Float[Array, "kv_rank heads key_and_value"]
+    query_down: Float[Array, "embed q_rank"] | None  # to the latent vector of queries
+    query: Float[Array, "from heads head_dim"]  # from that vector, or from the stream
+    kv_down: Float[Array, "embed kv_rank_and_rope"]  # and the one rotated key of all heads
+    kv_up: Float[Array, "kv_rank heads key_and_value"]  # what of a key is not rotated, its value
     out: Float[Array, "heads value_dim embed"]
 
 
 class Latent(NamedTuple):
     """What the heads go through between their projections and their scores.
 
-    - `rotate`: (heads `[batch, seq, heads, rope_dim]`, positions) to heads: the rotary embedding.
-    - `rope_dim`: how many numbers of a query or key are rotated, the last ones.
-    - `query_norm`, `kv_norm`: normalise the latent vectors; None where there is no latent query.
+    `rotate` takes the last `rope_dim` numbers of heads, `[batch, seq, heads, rope_dim]`, and
+    positions. The norms are of the latent vectors.
     """
 
     rotate: Callable[[Array, Array], Array]
@@ -54,18 +45,9 @@ def latent_attention(
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention whose keys and values are made from one narrow vector per token.
 
-    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the projections, as they are stored; they are cast to the dtype of `x`.
-    - `places`: the positions of the tokens, for the rotary embedding, and their segment ids; None
-      counts positions from 0, and is one segment per row.
-    - `kernel`: what computes the heads from query, key and value; one of
-      `fast_attention.kernels.KERNELS`, with its options.
-    - `latent`: the rotary embedding, and the norms of the latent vectors.
-    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
-
     With c = kv_norm(x · kv_down), head h has the key [c · kv_up_h, rotated part], of which the
-    rotated part is the same in all heads, and the value c · kv_up'_h. For a remat policy, the
-    results have the names `remat.QUERY_KEY_VALUE` and `remat.OUT`.
+    rotated part is the same in all heads, and the value c · kv_up'_h. `places` are the positions of
+    the tokens and their segment ids. All else is as for `self_attention`.
     """
     positions, segment_ids = places
     if positions is None:
@@ -84,7 +66,6 @@ def latent_attention(
 def _query(
     x: Array, kernels: LatentProjections, latent: Latent, positions: Array, layout: Layout
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """The query heads, the last numbers of each rotated."""
     first = "embed"
     if kernels.query_down is not None:
         assert latent.query_norm is not None, "a latent query is normalised"

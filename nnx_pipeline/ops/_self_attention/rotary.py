@@ -13,14 +13,12 @@ from nnx_pipeline.config.model import ModelConfig
 def timescales(config: ModelConfig) -> Float[Array, "half"]:
     """How many positions each pair of a head takes to turn by one radian, in float32.
 
-    - `config`: its fields `rope_…`, and `head_dim` where the whole head is rotated.
-
     Of d rotated numbers pair i takes theta^(2i / d). `rope_scaling` multiplies that by up to
     `rope_factor`: `linear` in full (Chen et al., 2023), `llama3` by how often the pair turns in the
-    original length, as in the reference implementation of Llama 3.1. There the frequency of a pair
-    between the two limits is the mean of the slowed and the original one, weighted by where between
-    them its number of turns lies. `yarn` (Peng et al., 2023, section 3.2) takes this mean by where
-    its number i lies between those of the pairs at the limits, rounded outwards.
+    original length, as in the reference implementation of Llama 3.1. Between the two limits the
+    frequency is the mean of the slowed and the original one, weighted by where between them the
+    number of turns lies. `yarn` (Peng et al., 2023, section 3.2) weighs by where the number i lies
+    between those of the pairs at the limits, rounded outwards.
     """
     half = config.rope_dim // 2
     plain = config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
@@ -62,12 +60,9 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotates each pair of values of a head by position / timescale radians.
 
-    - `x`: query or key heads; `head_dim` is even.
-    - `positions`: the place of each token in its document; one row may serve the whole batch.
-    - `timescale`: of each pair, as from `timescales`.
-    - `interleaved`: whether pair i is (x[2i], x[2i + 1]) rather than (x[i], x[i + head_dim/2]).
-
-    Sine and cosine are computed in float32 and cast to the dtype of `x`.
+    One row of positions may serve the whole batch. If `interleaved` pair i is (x[2i], x[2i + 1])
+    rather than (x[i], x[i + head_dim/2]). Sine and cosine are computed in float32 and cast to the
+    dtype of `x`.
     """
     half = x.shape[-1] // 2
     angle = positions[:, :, None, None].astype(jnp.float32) / timescale
@@ -80,7 +75,6 @@ def rotate(
 
 
 def rotary_of(config: ModelConfig) -> Callable[[Array, Array], Array]:
-    """The rotary embedding of a model: `rotate` for given heads and positions."""
     return functools.partial(
         rotate, timescale=timescales(config), interleaved=config.rope_interleaved
     )

@@ -3,8 +3,7 @@
 The form is that of PyTorch's pipelining: one row per rank, one column per step, and in a cell the
 number of a stage, a letter and the number of a microbatch, such as `2F0`; an empty cell is idle. F
 is a forward visit and B a backward visit, which may be split into I, the gradient of the input, and
-W, the gradient of the weights. Stages are counted through all repeats: with S ranks, rank r in
-repeat p is stage p · S + r.
+W, the gradient of the weights. With S ranks, rank r in repeat p is stage p · S + r.
 """
 
 import csv
@@ -29,9 +28,7 @@ _CELL = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 class Actions:
     """The actions of all ranks, step by step: int32 `[ranks, steps]` each.
 
-    - `kind`: `IDLE`, or what the rank does.
-    - `stage`: for which stage, counted through all repeats; 0 where it is idle.
-    - `microbatch`: its number; 0 where it is idle.
+    A stage is counted through all repeats. Stage and microbatch are 0 where the kind is `IDLE`.
 
     Raises InputError unless every stage is on one rank, visits every microbatch once in each kind
     that occurs, and no action reads what another one gives in the same step or later.
@@ -60,37 +57,30 @@ class Actions:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return int(self.kind.shape[0])
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
         return int(self.kind.shape[1])
 
     @functools.cached_property
     def stages(self) -> int:
-        """The number of stages, counted through all repeats."""
         return 1 + int(self.stage.max())
 
     @functools.cached_property
     def microbatches(self) -> int:
-        """The number of microbatches."""
         return 1 + int(self.microbatch.max())
 
     @functools.cached_property
     def count(self) -> int:
-        """The number of actions."""
         return int(np.count_nonzero(self.kind))
 
     @property
     def trains(self) -> bool:
-        """Whether there are other actions than forward visits."""
         return bool((self.kind > FORWARD).any())
 
     @property
     def idle_share(self) -> float:
-        """The share of cells that are idle, where every action takes one step."""
         return 1 - self.count / self.kind.size
 
     @functools.cached_property
@@ -104,7 +94,6 @@ class Actions:
 
     @functools.cached_property
     def rank_of(self) -> np.ndarray:
-        """The rank of each stage: `[stages]`."""
         rank_of = np.zeros(self.stages, np.int32)
         for rank, (kind, stage) in enumerate(zip(self.kind, self.stage, strict=True)):
             rank_of[stage[kind > IDLE]] = rank
@@ -112,23 +101,13 @@ class Actions:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """For each rank, the most visits whose residuals it stores, with the visit in progress.
-
-        It keeps that from the forward visit to the backward visit, or where this is split to the
-        gradient of the weights.
-        """
+        """The most visits whose residuals each rank stores, the visit in progress included."""
         begun = np.cumsum(self.kind == FORWARD, axis=1)
         ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))
         kept = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
         return tuple(kept.max(axis=1).tolist())
 
-    def cell(self, rank: int, step: int) -> str:
-        """The text of a cell, empty where the rank is idle."""
-        kind, stage, microbatch = (int(table[rank, step]) for table in self._tables)
-        return text_of_action(kind, stage, microbatch) if kind else ""
-
     def cells(self) -> list[list[str]]:
-        """The texts of all cells, by rank and step."""
         rows = zip(*(table.tolist() for table in self._tables), strict=True)
         return [
             [text_of_action(*action) if action[0] else "" for action in zip(*row, strict=True)]
@@ -136,7 +115,6 @@ class Actions:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers and the cells, null where a rank is idle."""
         return {
             "ranks": self.ranks,
             "stages": self.stages,
@@ -148,7 +126,6 @@ class Actions:
         }
 
     def to_csv(self) -> str:
-        """The text of a CSV file."""
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(self.cells())
         return out.getvalue()
@@ -168,7 +145,6 @@ class Actions:
         self._refuse_part(stage, _gap(self.microbatch[there & (self.stage == stage)]), "")
 
     def _check_places(self) -> None:
-        """Raises InputError where an action is there twice, or a stage on two ranks."""
         if np.count_nonzero(self.when >= 0) < self.count:
             rank, step = np.nonzero(self.kind)
             actions = np.stack([table[rank, step] for table in self._tables])
@@ -197,11 +173,7 @@ class Actions:
             self._check_reads(kind, OF_INPUT, -1)
 
     def _check_reads(self, kind: int, read: int, distance: int) -> None:
-        """Raises InputError unless actions of one kind are later than what they read.
-
-        - `kind`, `read`: the two kinds; of the next stage I is read, or B if there is no I.
-        - `distance`: from the stage that is read to the one that reads, 0, 1 or -1.
-        """
+        """Refuses an action that is not later than what it reads, `distance` stages before."""
         stages = np.arange(max(0, distance), self.stages + min(0, distance))
         step, before = self.when[kind, stages], self.when[read, stages - distance]
         name = np.full(before.shape, read)
@@ -238,7 +210,7 @@ class Actions:
 
 
 def text_of_action(kind: int, stage: int, microbatch: int) -> str:
-    """The text of an action, such as `2F0`."""
+    """Such as `2F0`."""
     return f"{stage}{LETTERS[kind]}{microbatch}"
 
 
@@ -250,11 +222,9 @@ def _gap(numbers: np.ndarray) -> int:
 
 
 def actions_of(schedule: Schedule) -> Actions:
-    """The actions of a schedule of this library, every visit in a step of its own.
-
-    Of the circular schedule the backward visits are those of JAX's derivative: the ticks in
-    reverse. A tick of 1F1B becomes two steps, its forward visits and its backward visits.
-    """
+    """The actions of a schedule of this library, every visit in a step of its own."""
+    # The backward visits of the circular schedule are those of JAX's derivative: the ticks in
+    # reverse. A tick of 1F1B becomes two steps.
     if isinstance(schedule, CircularSchedule):
         forward = _actions(schedule.visits, FORWARD, schedule.stages)
         backward = _actions(schedule.visits, BACKWARD, schedule.stages)
@@ -268,30 +238,23 @@ def actions_of(schedule: Schedule) -> Actions:
 
 
 def _actions(visits: Visits, kind: int, stages: int) -> np.ndarray:
-    """Kind, stage and microbatch of the visits of a schedule: `[3, ranks, ticks]`."""
+    """Kind, stage and microbatch of all visits: `[3, ranks, ticks]`."""
     stage = visits.repeat * stages + np.arange(stages)
     table = np.stack([np.full_like(stage, kind), stage, visits.microbatch])
     return np.swapaxes((table * visits.active).astype(np.int32), 1, 2)
 
 
 def read_csv(text: str) -> Actions:
-    """The actions of a CSV file; raises InputError for a cell or an order that is none.
-
-    - `text`: one line per rank. Shorter lines end in idle steps.
-    """
-    lines = _lines(text)
+    """The actions of a CSV file with a line per rank; shorter lines end in idle steps."""
+    try:
+        lines = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise InputError(f"the timetable is not CSV: {error}; separate cells by commas") from error
     table = np.zeros((len(lines), max(map(len, lines), default=0), 3), np.int32)
     for rank, cells in enumerate(lines):
         if cells:
             table[rank, : len(cells)] = [_parsed(cell, rank + 1) for cell in cells]
     return Actions(*np.moveaxis(table, -1, 0))
-
-
-def _lines(text: str) -> list[list[str]]:
-    try:
-        return list(csv.reader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise InputError(f"the timetable is not CSV: {error}; separate cells by commas") from error
 
 
 def _parsed(cell: str, line: int) -> tuple[int, int, int]:

@@ -5,9 +5,13 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from nnx_pipeline.lab._files import check_picture, ink_on, save_figure
+from nnx_pipeline.lab.errors import counted
+from nnx_pipeline.pipeline._timetable.actions import BACKWARD, FORWARD, Actions, actions_of
 from nnx_pipeline.pipeline._timetable.text import Lane, lanes, phases, span, summary
-from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule
+from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES, CircularSchedule, Schedule, make_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,20 +32,12 @@ _MOST_NUMBERS = 3000  # more would take seconds to draw, and would be too many t
 
 
 def write_picture(schedule: Schedule, path: str) -> None:
-    """Writes the timetable as a PNG or SVG file: either the whole file or, on an error, none.
-
-    - `schedule`: what is drawn.
-    - `path`: where to write; the suffix chooses the format.
-    """
+    """Writes the whole file or none; the suffix, .png or .svg, chooses the format."""
     check_picture(path)
     save_figure(make_figure(schedule), path)
 
 
 def make_figure(schedule: Schedule) -> "Figure":
-    """A figure with a row per stage and a column per tick.
-
-    Colours stand for the repeat, or with 1F1B for forward and backward.
-    """
     from matplotlib.figure import Figure
 
     rows = schedule.stages * len(lanes(schedule))
@@ -79,7 +75,6 @@ def _step(count: int, *, most: int) -> int:
 
 
 def _title(schedule: Schedule, letters: int) -> str:
-    """The summary, broken after its colon if it is longer than `letters`."""
     text = summary(schedule)
     parts = [text] if len(text) <= letters else text.replace(": ", ":\n", 1).splitlines()
     return "\n".join(textwrap.fill(part, letters) for part in parts)
@@ -127,7 +122,6 @@ def _repeat_colour(repeat: int, repeats: int) -> str:
 
 
 def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
-    """Writes the name of each phase above its ticks, with a line where the next one begins."""
     parts = phases(schedule)
     for index, (name, _, ticks) in enumerate(parts):
         left, right = ticks.start - 0.5, ticks.stop - 0.5
@@ -149,23 +143,19 @@ def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
 
 
 class _Size(NamedTuple):
-    """The size of a cell or a bar, in points."""
+    """In points."""
 
     width: float
     height: float
 
 
 class _Bar(NamedTuple):
-    """Consecutive ticks of one stage that have the same colour."""
-
     ticks: range
     colour: str
     microbatches: range  # one per tick; empty in a bubble
 
 
 def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
-    """The bars of one stage: consecutive work of one repeat, or consecutive bubbles."""
-
     def repeat(tick: int) -> int | None:
         work = lane.visits.at(tick, stage)
         return None if work is None else work.repeat
@@ -204,38 +194,107 @@ def _fill(axes: "Axes", schedule: Schedule) -> None:
             linewidth=0.6,
         )
         for bar in bars:
-            if size is None:
-                _number_bar(axes, bar, top + height / 2, cell)
-            else:
-                _number_cells(axes, bar, top + height / 2, size)
+            _number(axes, bar, top + height / 2, cell, size)
     if size is not None:
         inner = [tick + 0.5 for tick in range(schedule.ticks - 1)]
         axes.vlines(inner, -0.5, schedule.stages - 0.5, colors="white", linewidth=0.8)
 
 
-def _number_cells(axes: "Axes", bar: _Bar, y: float, size: float) -> None:
-    for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
-        _write(axes, bar, tick, y, str(microbatch), size)
-
-
-def _number_bar(axes: "Axes", bar: _Bar, y: float, cell: _Size) -> None:
-    if not bar.microbatches:
+def _number(axes: "Axes", bar: _Bar, y: float, cell: _Size, size: float | None) -> None:
+    if size is not None:
+        for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
+            _write(axes, bar.colour, tick, y, str(microbatch), size)
+    if size is not None or not bar.microbatches:
         return
     text = span(bar.microbatches)
     # A space on either side keeps the numbers of neighbouring bars apart.
     size = _font_size(f" {text} ", _Size(cell.width * len(bar.ticks), cell.height))
     if size is not None:
-        _write(axes, bar, (bar.ticks[0] + bar.ticks[-1]) / 2, y, text, size)
+        _write(axes, bar.colour, (bar.ticks[0] + bar.ticks[-1]) / 2, y, text, size)
 
 
-def _write(axes: "Axes", bar: _Bar, x: float, y: float, text: str, size: float) -> None:
-    ink = ink_on(bar.colour)
+def _write(axes: "Axes", behind: str, x: float, y: float, text: str, size: float) -> None:
+    ink = ink_on(behind)
     axes.text(x, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
 
 
 def _font_size(text: str, room: _Size) -> float | None:
-    """The font size in points at which a text fits; None if that is too small to read."""
+    """The font size in points at which a text fits; None if it is too small to read."""
     size = min(
         room.width / (_LETTER_WIDTH * len(text)), room.height / _LETTER_HEIGHT, _LARGEST_FONT
     )
     return size if size >= _SMALLEST_FONT else None
+
+
+_KIND_COLOURS = {FORWARD: LANE_COLOURS["F"], BACKWARD: LANE_COLOURS["B"]}
+_LINES = ("#202020", "#009e73")
+_MOST_NUMBERS_OF_BOTH = 1500  # more cells are too small for a number
+
+
+def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
+    """The actions of both schedules, and below them the live microbatches of each."""
+    # A microbatch is live on a stage from its forward visit to its backward visit: for so long the
+    # stage keeps what the backward visit needs. All columns are equally wide, though a backward
+    # visit takes about twice as long as a forward one.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    sizes = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
+    found = {name: actions_of(make_schedule(name, **sizes)) for name in SCHEDULE_NAMES}
+    steps = max(actions.steps for actions in found.values())
+    width = min(max(0.3 * steps + 1.5, 8.0), 20.0)
+    rows = min(max(0.3 * stages, 1.2), 6.0)
+    figure = Figure(figsize=(width, 2 * rows + 4.2), layout="constrained")
+    heights = [*[rows] * len(found), 1.8]
+    *panels, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for axes, (name, actions) in zip(panels, found.items(), strict=True):
+        most = int(live(actions).max())
+        idle = f"{actions.idle_share:.1%} of all steps idle"
+        axes.set_title(
+            f"{name}: {actions.steps} steps, {idle}, at most {most} live microbatches per stage",
+            loc="left",
+            fontsize=10,
+        )
+        _draw(axes, actions)
+    for colour, (name, actions) in zip(_LINES, found.items(), strict=True):
+        line = live(actions).max(axis=0)
+        below.step(range(len(line)), line, where="mid", label=name, color=colour)
+    below.set_title("live microbatches on the stage that keeps most", loc="left", fontsize=10)
+    below.set_xlabel("step: one visit, forward or backward")
+    below.set_ylim(bottom=0)
+    below.spines[["top", "right"]].set_visible(False)
+    below.legend(fontsize=9, frameon=False)
+    numbers = [(stages, "stage"), (microbatches, "microbatch"), (repeats, "repeat")]
+    title = ", ".join(counted(number, what) for number, what in numbers)
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    named = {"forward": _KIND_COLOURS[FORWARD], "backward": _KIND_COLOURS[BACKWARD], "idle": BUBBLE}
+    handles = [Patch(facecolor=colour, label=name) for name, colour in named.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    return figure
+
+
+def live(actions: Actions) -> np.ndarray:
+    """How many microbatches each rank keeps after each step: `[ranks, steps]`."""
+    change = (actions.kind == FORWARD).astype(int) - (actions.kind == BACKWARD)
+    return np.cumsum(change, axis=1)
+
+
+def _draw(axes: "Axes", actions: Actions) -> None:
+    axes.set_ylabel("stage")
+    axes.set_yticks(range(actions.ranks))
+    axes.set_ylim(actions.ranks - 0.5, -0.5)
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+    numbered = actions.ranks * actions.steps <= _MOST_NUMBERS_OF_BOTH
+    for rank in range(actions.ranks):
+        kinds = actions.kind[rank]
+        colours = [_KIND_COLOURS.get(int(kind), BUBBLE) for kind in kinds]
+        axes.broken_barh(
+            [(step - 0.5, 1) for step in range(actions.steps)],
+            (rank - 0.45, 0.9),
+            facecolors=colours,
+            edgecolors="white",
+            linewidth=0.5,
+        )
+        for step in map(int, np.flatnonzero(kinds)) if numbered else ():
+            _write(axes, colours[step], step, rank, str(actions.microbatch[rank, step]), 7)

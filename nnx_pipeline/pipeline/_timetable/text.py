@@ -1,15 +1,18 @@
 """Draws the timetable of a schedule as text."""
 
-from collections.abc import Iterator
+import functools
+import string
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.errors import counted
-from nnx_pipeline.pipeline._timetable.actions import LETTERS, Actions
+from nnx_pipeline.pipeline._stack import Stack
+from nnx_pipeline.pipeline._timetable.actions import Actions
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, ScheduledVisit, Visits
 
 
@@ -23,7 +26,6 @@ class Lane(NamedTuple):
 
 
 def lanes(schedule: Schedule) -> tuple[Lane, ...]:
-    """The kinds of work that a stage does at a tick, from top to bottom."""
     if isinstance(schedule, CircularSchedule):
         return (Lane("work", "", range(schedule.ticks), schedule.visits),)
     before, both, after = schedule.phases
@@ -43,7 +45,6 @@ def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
 
 
 def summary(schedule: Schedule) -> str:
-    """The numbers of ticks and of bubble ticks, in one line."""
     stages, repeats = schedule.stages, schedule.repeats
     given = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
     if isinstance(schedule, CircularSchedule):
@@ -67,60 +68,50 @@ def summary(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class Timetable:
-    """A table to print with one column per tick; if there is no room, the first and last ticks.
+    """A table to print, with a row per stage and a column per tick, at most `most` of them.
 
-    - `schedule`: what is drawn.
-    - `most`: how many ticks are shown at most.
+    A cell has the number of the microbatch, and its repeat as a colour and a letter: `3b` is
+    microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
+    dot is a bubble.
     """
 
     schedule: Schedule
-    most: int
+    most: int = 64
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        stage = len("stage ")
-        borders = 2 * max(0, len(phases(self.schedule)) - 1)
-        room = (options.max_width - stage - borders) // (self._cell_width() + 1)
-        # If ticks are left out, one column is needed for the dots in their place.
-        most = self.schedule.ticks if self.schedule.ticks <= room else max(2, room - 1)
-        yield self._table(min(most, self.most))
-
-    def _cell_width(self) -> int:
-        highest = ScheduledVisit(self.schedule.microbatches - 1, self.schedule.repeats - 1)
-        cells = (_label(self.schedule, lane, highest) for lane in lanes(self.schedule))
-        return max(len(str(self.schedule.ticks)), *(len(cell) for cell in cells))
-
-    def _table(self, most: int) -> Table:
-        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
-        table.add_column("stage", no_wrap=True)
-        columns = list(_with_borders(_shown(self.schedule.ticks, most), self.schedule))
-        for column in columns:
-            table.add_column(str(column), justify="right", no_wrap=True)
-        parts = phases(self.schedule)
+        schedule, parts, kinds = self.schedule, phases(self.schedule), lanes(self.schedule)
+        highest = ScheduledVisit(schedule.microbatches - 1, schedule.repeats - 1)
+        width = max(len(_label(schedule, lane, highest)) for lane in kinds)
+        borders = 2 * max(0, len(parts) - 1)
+        room = _room(options.max_width - len("stage ") - borders, schedule.ticks, width)
+        columns = list(_with_borders(_shown(schedule.ticks, min(room, self.most)), schedule))
+        table = _table("stage", columns)
         if parts:
-            table.add_row("phase", *(_phase_of(column, parts) for column in columns))
-        for stage in range(self.schedule.stages):
-            for index, lane in enumerate(lanes(self.schedule)):
-                cells = [_cell(self.schedule, lane, column, stage) for column in columns]
+            signs = {tick: sign for _, sign, ticks in parts for tick in ticks}
+            table.add_row("phase", *_each(columns, lambda tick: Text(signs[tick], style="dim")))
+        for stage in range(schedule.stages):
+            for index, lane in enumerate(kinds):
+                cells = _each(columns, functools.partial(_cell, schedule, lane, stage))
                 table.add_row("" if index else str(stage), *cells)
-        return table
+        yield table
 
 
-def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
-    """A timetable to print, with a row per stage and a column per tick.
+def _room(width: int, steps: int, cell: int) -> int:
+    """How many steps fit, each in a column of at least so many letters."""
+    columns = width // (max(cell, len(str(steps))) + 1)
+    # If steps are left out, one column is needed for the dots in their place.
+    return steps if steps <= columns else max(2, columns - 1)
 
-    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
-    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
-    dot is a bubble.
 
-    - `schedule`: what is drawn.
-    - `most`: how many ticks are shown at most, half of them from the start and half from the end;
-      fewer are shown if the console is too narrow.
-    """
-    return Timetable(schedule, most)
+def _table(first: str, columns: Sequence[int | str]) -> Table:
+    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(str(column), justify="right", no_wrap=True)
+    return table
 
 
 def legend(schedule: Schedule) -> str:
-    """How to read the timetable, in one line."""
     highest = min(3, schedule.microbatches - 1)
     if isinstance(schedule, CircularSchedule):
         if schedule.repeats > 1:
@@ -137,7 +128,6 @@ def legend(schedule: Schedule) -> str:
 
 
 def summary_of_actions(actions: Actions) -> str:
-    """The numbers of a timetable that was read from a file, in one line."""
     kept = ", ".join(map(str, actions.kept))
     return (
         f"{actions.ranks} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
@@ -148,36 +138,28 @@ def summary_of_actions(actions: Actions) -> str:
 
 @dataclass(frozen=True)
 class ActionsTable:
-    """A table to print with a row per rank; if there is no room, the first and last steps.
-
-    - `actions`: what is drawn.
-    """
-
     actions: Actions
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        steps, width = self.actions.steps, options.max_width - len("rank ")
         # All stages have all microbatches, and so the longest numbers meet in a cell.
         longest = f"{self.actions.stages - 1}F{self.actions.microbatches - 1}"
-        width = max(len(str(self.actions.steps)), len(longest))
-        room = (options.max_width - len("rank ")) // (width + 1)
-        most = self.actions.steps if self.actions.steps <= room else max(2, room - 1)
-        columns = _shown(self.actions.steps, most)
-        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
-        table.add_column("rank", no_wrap=True)
-        for column in columns:
-            table.add_column(str(column), justify="right", no_wrap=True)
-        for rank in range(self.actions.ranks):
-            table.add_row(str(rank), *(self._cell(rank, column) for column in columns))
+        columns = _shown(steps, _room(width, steps, len(longest)))
+        table = _table("rank", columns)
+        for rank, cells in enumerate(self.actions.cells()):
+            table.add_row(str(rank), *_each(columns, functools.partial(_action, cells)))
         yield table
 
-    def _cell(self, rank: int, column: int | str) -> Text:
-        if isinstance(column, str):
-            return Text(column, style="dim")
-        cell = self.actions.cell(rank, column)
-        if not cell:
-            return Text("·", style="dim")
-        letter = LETTERS[self.actions.kind[rank, column]]
-        return Text(cell, style=_LANE_COLOURS.get(letter, "magenta"))
+
+def _each(columns: Sequence[int | str], cell: Callable[[int], Text]) -> list[Text]:
+    """The cells of a row, with borders and dots as they are."""
+    return [Text(at, style="dim") if isinstance(at, str) else cell(at) for at in columns]
+
+
+def _action(cells: list[str], step: int) -> Text:
+    letter = cells[step].strip(string.digits)
+    style = _LANE_COLOURS.get(letter, "magenta") if letter else "dim"
+    return Text(cells[step] or "·", style=style)
 
 
 _BORDER, _LEFT_OUT = "│", "…"
@@ -191,7 +173,6 @@ def _shown(ticks: int, most: int) -> list[int | str]:
 
 
 def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int | str]:
-    """The columns, with a border before the first tick of every phase but the first."""
     starts = [ticks.start for _, _, ticks in phases(schedule)][1:]
     for column in columns:
         if column in starts:
@@ -199,22 +180,14 @@ def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int 
         yield column
 
 
-def _phase_of(column: int | str, parts: list[tuple[str, str, range]]) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    return Text(next(sign for _, sign, ticks in parts if column in ticks), style="dim")
-
-
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _LANE_COLOURS = {"F": "cyan", "B": "yellow"}
 
 
-def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    if column not in lane.ticks:
+def _cell(schedule: Schedule, lane: Lane, stage: int, tick: int) -> Text:
+    if tick not in lane.ticks:
         return Text("")
-    work = lane.visits.at(column, stage)
+    work = lane.visits.at(tick, stage)
     if work is None:
         return Text("·", style="dim")
     colour = _LANE_COLOURS.get(lane.sign) or _COLOURS[work.repeat % len(_COLOURS)]
@@ -236,5 +209,63 @@ def letters(number: int) -> str:
 
 
 def span(numbers: range) -> str:
-    """The first and the last number, written as in 0–7."""
+    """Such as 0–7."""
     return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def idle_share(stack: Stack, schedule: Schedule) -> float:
+    """The fraction of the stages' time in which they idle or compute on padding."""
+    places = stack.visits * stack.per_stage
+    return 1 - (1 - schedule.bubble_share) * stack.layers / places
+
+
+def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
+    visit = counted(stack.per_stage, "layer")
+    if not stack.padding:
+        return f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage, no padding"
+    places = stack.layers + stack.padding
+    return (
+        f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage; {stack.padding} of "
+        f"{places} places are padding, so that bubble and padding take "
+        f"{idle_share(stack, schedule):.1%} of the stages' time"
+    )
+
+
+def layers_table(stack: Stack) -> Table:
+    """A row per stage and a column per repeat: the layers of each visit."""
+    table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column("stage", no_wrap=True)
+    for repeat in range(stack.repeats):
+        name = "layers" if stack.repeats == 1 else f"layers in repeat {letters(repeat)}"
+        table.add_column(name, no_wrap=True)
+    for stage, visits in enumerate(_of_stages(stack)):
+        table.add_row(str(stage), *(_visit(numbers, stack) for numbers in visits))
+    return table
+
+
+def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, Any]:
+    return {
+        "layers": stack.layers,
+        "layers_per_visit": stack.per_stage,
+        "padding": stack.padding,
+        "idle_share": idle_share(stack, schedule),
+        "of_stage": [[[*numbers] for numbers in visits] for visits in _of_stages(stack)],
+    }
+
+
+def _of_stages(stack: Stack) -> list[list[range]]:
+    def visit(stage: int, repeat: int) -> range:
+        first = (repeat * stack.stages + stage) * stack.per_stage
+        return range(min(first, stack.layers), min(first + stack.per_stage, stack.layers))
+
+    return [
+        [visit(stage, repeat) for repeat in range(stack.repeats)] for stage in range(stack.stages)
+    ]
+
+
+def _visit(numbers: range, stack: Stack) -> Text:
+    padding = stack.per_stage - len(numbers)
+    text = Text(span(numbers) if numbers else "")
+    if padding:
+        text.append(f"{' + ' if numbers else ''}{padding} padding", style="dim")
+    return text

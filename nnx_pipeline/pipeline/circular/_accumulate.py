@@ -1,10 +1,8 @@
 """The circular loop with a hand-written derivative, which adds up gradients tick by tick.
 
-The forward pass saves, for each tick, what the `jax.checkpoint` around the visits saves: the input
-of each stage, and the values whose names the remat policy saves. The backward pass walks the ticks
-from the last to the first, differentiates one visit of all stages at a time, and adds the gradient
-of each stage's weights in place to the repeat that they belong to. So there is one gradient buffer
-per parameter, and nothing else of the size of all parameters.
+The backward pass differentiates one visit of all stages at a time, from what the forward pass saved
+of its tick, and adds the gradients in place. So there is one gradient buffer per parameter, and
+nothing else of the size of all parameters.
 """
 
 import dataclasses
@@ -18,13 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline import visit
-from nnx_pipeline.pipeline._exchange.buffers import slot
-from nnx_pipeline.pipeline.circular._backward import (
-    Others,
-    TwoWayTick,
-    WholeLoop,
-)
-from nnx_pipeline.pipeline.circular._prefetch import PrefetchLoop
+from nnx_pipeline.pipeline._exchange import slot
+from nnx_pipeline.pipeline.circular._backward import Others, PrefetchLoop, TwoWayTick, WholeLoop
 from nnx_pipeline.pipeline.circular._tick import CircularLoop
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage import _repeats as repeats
@@ -39,12 +32,7 @@ from nnx_pipeline.sharding._gradients import asked_of, is_symbolic_zero, or_zero
 
 @dataclass(frozen=True)
 class Accumulate:
-    """All ticks, differentiated one by one by a hand-written rule.
-
-    - `loop`: what every tick does.
-    - `checkpoint`: is put around the visit of all stages, and decides which residuals are saved.
-    - `how`: the dtype in which gradients add up, and which weights are gathered before.
-    """
+    """All ticks, differentiated one by one; `checkpoint` decides which residuals are saved."""
 
     loop: CircularLoop
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -53,17 +41,10 @@ class Accumulate:
     def __call__(
         self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
     ) -> tuple[Moving, PyTree]:
-        """Stream and state after the last tick, and the metrics of all.
+        """What moves, `[stages, slots, …]` and state, after the last tick, and all metrics."""
 
-        - `apply_stage`: as `checked` makes it.
-        - `params`: `[repeats, stages, …]`.
-        - `moving`: the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
-          `[repeats, stages, …]`.
-        - `side`: the side inputs, `[microbatches, …]`.
-        """
-
-        def call(look: Callable[..., Any]) -> None:
-            _visit_once(self._tick(look), params, moving, side)
+        def call(look: Callable[..., Any]) -> None:  # with the types that the ticks have
+            jax.eval_shape(functools.partial(_first_visit, self._tick(look)), params, moving, side)
 
         # What the stage function closes over becomes an input of the loop: JAX does not
         # differentiate a `custom_vjp` function with respect to arrays that it closes over.
@@ -86,19 +67,16 @@ class Accumulate:
         return TwoWayTick(self.loop, own)
 
 
-def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) -> None:
-    """Calls the visit with the types that it gets in the ticks; nothing is computed."""
-
-    def once(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
-        gathered = tick.visit.fsdp_gather.gather(params)
-        split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
-        now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
-        reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
-        stream, state = moving
-        x = slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now))
-        return tick.visit.apply(reads, x)
-
-    jax.eval_shape(once, params, moving, side)
+def _first_visit(
+    tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree
+) -> tuple[Moving, PyTree]:
+    gathered = tick.visit.fsdp_gather.gather(params)
+    split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
+    now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
+    reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
+    stream, state = moving
+    x = slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now))
+    return tick.visit.apply(reads, x)
 
 
 AllTicks = WholeLoop | PrefetchLoop
@@ -138,8 +116,10 @@ def _run_backward(
     d_metrics = jax.tree.map(
         lambda leaf: None if is_symbolic_zero(leaf) else leaf, d_metrics, is_leaf=is_symbolic_zero
     )
-    needed = jax.tree.unflatten(jax.tree.structure((params, others)), needed.leaves)
-    ticks = dataclasses.replace(ticks, tick=ticks.tick.of_needed(needed))
+    of_params, of_others = jax.tree.unflatten(jax.tree.structure((params, others)), needed.leaves)
+    visits = dataclasses.replace(ticks.tick.visit, needed=of_params)
+    tick = dataclasses.replace(ticks.tick, visit=visits, needed=of_others)
+    ticks = dataclasses.replace(ticks, tick=tick)
     last = ticks.tick.no_cotangents(d_stream, others)
     d_params, first = ticks.backward(params, others, (saved, d_metrics), last)
     d_others = as_cotangents(first.others, others)

@@ -1,4 +1,18 @@
-"""One tick of the circular loop, forward and backward, and the loop with all repeats' weights."""
+"""One tick of the circular loop, forward and backward, and the loops that make all ticks.
+
+`WholeLoop` has the weights of all repeats, `PrefetchLoop` gathers those of at most two at a time.
+All stages are at the same repeat r, except in its first ticks, in which the later stages still work
+on repeat r - 1. So its ticks fall into pieces, where F = delay · (stages - 1):
+
+    fill: F ticks                      weights of repeat 0
+    for r = 0 … repeats - 2:
+        steady: microbatches - F ticks weights of r, while those of r + 1 are being gathered
+        change: F ticks                weights of r or of r + 1, stage by stage
+    last: microbatches ticks           weights of the last repeat
+
+The backward pass goes through the same pieces in reverse. For `change` it gathers the weights of r
+once more. After `change` the gradient of r + 1 is complete, and is scattered during `steady`.
+"""
 
 import dataclasses
 import functools
@@ -11,9 +25,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline import visit
+from nnx_pipeline.pipeline._exchange import over_stage, where
 from nnx_pipeline.pipeline.circular import _tick
-from nnx_pipeline.pipeline.circular._plan import CircularPlan
-from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularLoop
+from nnx_pipeline.pipeline.circular._tick import (
+    CircularCarry,
+    CircularLoop,
+    CircularPlan,
+    circular_plan,
+)
+from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage._vjp import add, argument_of, only, zero_gradients
 from nnx_pipeline.pipeline.stage.apply import Moving
@@ -29,38 +49,21 @@ class Others(NamedTuple):
     captured: list[Array]  # what the stage function closes over, whole on every stage
 
     def at(self, weights_at: WeightsAt, now: CircularPlan) -> Reads:
-        """Everything that the visits of one tick read, with the weights of that tick."""
         return Reads(weights_at(now), visit.side_of(self.side, now.microbatch), self.captured)
 
 
 class Cotangents(NamedTuple):
-    """The cotangents that pass from tick to tick, besides the gradients of the weights."""
-
     carry: CircularCarry
     others: Others  # None for integers
 
 
 @dataclass(frozen=True)
 class TwoWayTick:
-    """One tick forward, and the same tick backward from what the forward pass saved.
-
-    - `loop`: what every tick does.
-    - `visit`: makes the visits of all stages, within a `jax.checkpoint` of its own.
-    - `needed`: whether the gradient of each array of `Others` is asked for; None in the forward
-      pass, which does not read it.
-    """
+    """One tick forward, and backward from what the forward pass saved."""
 
     loop: CircularLoop
     visit: Visit
     needed: Others | None = None
-
-    def of_needed(self, needed: tuple[PyTree, Others]) -> "TwoWayTick":
-        """The tick for the backward pass.
-
-        - `needed`: whether the gradient of each parameter, and of each other array, is asked for.
-        """
-        own = dataclasses.replace(self.visit, needed=needed[0])
-        return dataclasses.replace(self, visit=own, needed=needed[1])
 
     def forward(
         self,
@@ -70,16 +73,7 @@ class TwoWayTick:
         before: tuple[CircularCarry, PyTree],
         now: CircularPlan,
     ) -> tuple[tuple[CircularCarry, PyTree], tuple[PyTree, PyTree]]:
-        """Makes one tick.
-
-        - `weights_at`: gives the weights of each stage at the tick.
-        - `others`: what the visits read besides.
-        - `keep`: whether to return residuals, or None in their place.
-        - `before`: the carry before the tick, and the state of all layers.
-        - `now`: the tick's row of the timetable.
-
-        Returns both as they are after the tick, and a pair: residuals and metrics of the visits.
-        """
+        """Makes one tick; also gives the visits' residuals, None unless `keep`, and metrics."""
 
         def make(now: CircularPlan, x: Moving) -> tuple[Moving, tuple[PyTree, PyTree]]:
             (y, metrics), residuals = self.visit.run(others.at(weights_at, now), x, keep=keep)
@@ -95,13 +89,7 @@ class TwoWayTick:
         now: CircularPlan,
         at: tuple[PyTree, PyTree],
     ) -> tuple[Cotangents, PyTree]:
-        """The cotangents before a tick, and the gradient of the weights that it used.
-
-        - `weights_at`, `others`, `now`: as for `forward`.
-        - `after`: the cotangents after the tick.
-        - `at`: the residuals of the tick, and the cotangents of its metrics; None for a metric
-          whose gradient is not asked for.
-        """
+        """The cotangents before a tick, and the gradient of the weights that it used."""
         residuals, d_metrics = at
         # A tick is linear except for the visit, so transposing the rest needs only shapes.
         carry = jax.eval_shape(lambda carry: carry, after.carry)
@@ -121,11 +109,7 @@ class TwoWayTick:
         return Cotangents(before, add(after.others, d_others)), d_weights
 
     def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
-        """The cotangents after the last tick: those of the stream, and zeros for everything else.
-
-        - `d_stream`: the cotangents of the stream after the last tick.
-        - `others`: what the visits read, for its shapes.
-        """
+        """The cotangents after the last tick: of the stream, and zeros for all else."""
         # Called only for the structure and the shapes of the carry, which then becomes zeros.
         empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
         carry = jax.tree.map(jnp.zeros_like, empty)
@@ -143,15 +127,10 @@ class WholeLoop:
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
     ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
-        """Makes all ticks, from the first to the last.
+        """Makes all ticks with the weights as they are stored, `[repeats, stages, …]`.
 
-        - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        - `moving`: the microbatches, `[stages, slots, …]`, and the state of the layers.
-        - `others`: what the visits read besides.
-        - `keep`: whether to save what `backward` needs of each tick.
-
-        Returns carry and state after the last tick, the metrics of every tick, and what is saved:
-        the gathered weights, and the residuals of every tick.
+        Returns carry and state after the last tick, the metrics of every tick, and what `backward`
+        needs: the gathered weights, and with `keep` the residuals of every tick.
         """
         loop, (stream, state) = self.tick.loop, moving
         gathered = self.tick.visit.fsdp_gather.gather(params)
@@ -164,14 +143,7 @@ class WholeLoop:
     def backward(
         self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
-        """Differentiates all ticks, from the last to the first.
-
-        - `params`, `others`: as for `forward`.
-        - `saved`: what `forward` saved, and the cotangents of the metrics of every tick.
-        - `last`: the cotangents after the last tick.
-
-        Returns the gradient of `params`, and the cotangents before the first tick.
-        """
+        """The gradient of `params`, and the cotangents before the first tick."""
         (split, residuals), d_metrics = saved
         loop, visit = self.tick.loop, self.tick.visit
 
@@ -194,10 +166,7 @@ def _reading(split: PyTree) -> WeightsAt:
 
 
 def _to_microbatches(side: PyTree, d_rows: PyTree, now: CircularPlan) -> PyTree:
-    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`.
-
-    - `d_rows`: None in the place of integers, and of what has no gradient asked for.
-    """
+    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`."""
     wanted = jax.tree.map(
         lambda d_row, leaf: None if d_row is None else leaf,
         d_rows,
@@ -207,3 +176,162 @@ def _to_microbatches(side: PyTree, d_rows: PyTree, now: CircularPlan) -> PyTree:
     read = functools.partial(visit.side_of, microbatch=now.microbatch)
     (d_side,) = jax.linear_transpose(read, wanted)(d_rows)
     return d_side
+
+
+class _Pieces(NamedTuple):
+    """Rows of all ticks in pieces; `steady` and `change` begin with an axis of repeats - 1."""
+
+    fill: PyTree
+    steady: PyTree
+    change: PyTree
+    last: PyTree
+
+
+@dataclass(frozen=True)
+class PrefetchLoop:
+    """As `WholeLoop`, with gathered weights of two repeats, which are gathered again backward."""
+
+    tick: TwoWayTick
+
+    def forward(
+        self, params: PyTree, moving: Moving, others: Others, *, keep: bool
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+        schedule = self.tick.loop.schedule
+        plan = _cut(schedule, circular_plan(schedule))
+        now = self._gather(params, jnp.int32(0))
+
+        def run(carry: Any, plan: CircularPlan, *weights: PyTree) -> tuple[Any, PyTree]:
+            weights_at = functools.partial(_stage_weights, weights)
+            step = functools.partial(self.tick.forward, weights_at, others, keep)
+            return jax.lax.scan(step, carry, plan)
+
+        def change(
+            state: tuple[Any, PyTree], at: tuple[Array, CircularPlan, CircularPlan]
+        ) -> tuple[tuple[Any, PyTree], tuple[PyTree, PyTree]]:
+            (carry, now), (repeat, steady, change) = state, at
+            # Gathered here and first used in `change`, so that the transfer overlaps with `steady`.
+            after = self._gather(params, repeat + 1)
+            carry, settled = run(carry, steady, now)
+            carry, changed = run(carry, change, now, after)
+            return (carry, after), (settled, changed)
+
+        carry, filled = run((self.tick.loop.start(moving[0]), moving[1]), plan.fill, now)
+        at = (jnp.arange(schedule.repeats - 1, dtype=jnp.int32), plan.steady, plan.change)
+        (carry, now), (settled, changed) = jax.lax.scan(change, (carry, now), at)
+        carry, finished = run(carry, plan.last, now)
+        residuals, metrics = zip(filled, settled, changed, finished, strict=True)
+        return carry, _joined(_Pieces(*metrics)), _Pieces(*residuals)
+
+    def backward(
+        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+    ) -> tuple[PyTree, Cotangents]:
+        schedule = self.tick.loop.schedule
+        plan = _cut(schedule, circular_plan(schedule))
+        # The residuals of every tick, and the cotangents of its metrics.
+        at_ticks = _Pieces(*zip(saved[0], _cut(schedule, saved[1]), strict=True))
+        run = functools.partial(self._back, others)
+
+        def zeros(gathered: PyTree) -> PyTree:
+            # One repeat of the parameters, for the dtypes of the accumulators.
+            one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
+            own = self.tick.visit
+            return own.only(zero_gradients(gathered, one_repeat, own.grad_dtype))
+
+        def change_back(state: Any, at: Any) -> tuple[Any, PyTree]:
+            cotangents, later, d_later = state
+            repeat, steady, change, settled, changed = at
+            now = self._gather(params, repeat)
+            totals = (zeros(now), d_later)
+            cotangents, (d_now, d_later) = run(cotangents, totals, change, changed, now, later)
+            # The gradient of the later repeat is complete: its transfer overlaps with `steady`.
+            scattered = self._scatter(d_later, params)
+            cotangents, (d_now,) = run(cotangents, (d_now,), steady, settled, now)
+            return (cotangents, now, d_now), scattered
+
+        now = self._gather(params, jnp.int32(schedule.repeats - 1))
+        cotangents, (d_now,) = run(last, (zeros(now),), plan.last, at_ticks.last, now)
+        which = jnp.arange(schedule.repeats - 1, dtype=jnp.int32)
+        at = (which, plan.steady, plan.change, at_ticks.steady, at_ticks.change)
+        (cotangents, now, d_now), d_later = jax.lax.scan(
+            change_back, (cotangents, now, d_now), at, reverse=True
+        )
+        cotangents, (d_first,) = run(cotangents, (d_now,), plan.fill, at_ticks.fill, now)
+        d_first = self._scatter(d_first, params)
+        d_params = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), d_first, d_later)
+        return d_params, cotangents
+
+    def _back(
+        self,
+        others: Others,
+        cotangents: Cotangents,
+        totals: tuple[PyTree, ...],
+        plan: CircularPlan,
+        residuals: PyTree,
+        *weights: PyTree,
+    ) -> tuple[Cotangents, tuple[PyTree, ...]]:
+        """Goes back through ticks, with one or two repeats of weights and gradients."""
+        weights_at = functools.partial(_stage_weights, weights)
+
+        def step(state: Any, at: tuple[CircularPlan, PyTree]) -> tuple[Any, None]:
+            cotangents, totals = state
+            cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
+            return (cotangents, _collect(totals, d_weights, at[0])), None
+
+        state, _ = jax.lax.scan(step, (cotangents, totals), (plan, residuals), reverse=True)
+        return state
+
+    def _gather(self, params: PyTree, repeat: Array) -> PyTree:
+        stored = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, axis=0, keepdims=True), params
+        )
+        gathered = self.tick.visit.fsdp_gather.gather(stored)
+        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), gathered)
+
+    def _scatter(self, gradients: PyTree, params: PyTree) -> PyTree:
+        whole = jax.tree.map(lambda leaf: leaf[None], gradients)
+        scattered = self.tick.visit.fsdp_gather.scatter_gradients(whole, params)
+        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), scattered)
+
+
+def _cut(schedule: CircularSchedule, whole: PyTree) -> _Pieces:
+    fill, microbatches, turns = schedule.bubble_ticks, schedule.microbatches, schedule.repeats - 1
+
+    def middle(leaf: Array) -> Array:
+        between = leaf[fill : fill + turns * microbatches]
+        return between.reshape(turns, microbatches, *leaf.shape[1:])
+
+    return _Pieces(
+        fill=jax.tree.map(lambda leaf: leaf[:fill], whole),
+        steady=jax.tree.map(lambda leaf: middle(leaf)[:, : microbatches - fill], whole),
+        change=jax.tree.map(lambda leaf: middle(leaf)[:, microbatches - fill :], whole),
+        last=jax.tree.map(lambda leaf: leaf[fill + turns * microbatches :], whole),
+    )
+
+
+def _joined(pieces: _Pieces) -> PyTree:
+    def one(fill: Array, steady: Array, change: Array, last: Array) -> Array:
+        between = jnp.concatenate([steady, change], axis=1)
+        return jnp.concatenate([fill, between.reshape(-1, *fill.shape[1:]), last])
+
+    return jax.tree.map(one, *pieces)
+
+
+def _stage_weights(weights: tuple[PyTree, ...], now: CircularPlan) -> PyTree:
+    if len(weights) == 1:
+        return weights[0]
+    return where(over_stage(_is_later(now)), weights[1], weights[0])
+
+
+def _collect(
+    totals: tuple[PyTree, ...], d_weights: PyTree, now: CircularPlan
+) -> tuple[PyTree, ...]:
+    if len(totals) == 1:
+        return (add(totals[0], d_weights),)
+    later, zeros = over_stage(_is_later(now)), jax.tree.map(jnp.zeros_like, d_weights)
+    earlier = where(later, zeros, d_weights)
+    return add(totals[0], earlier), add(totals[1], where(later, d_weights, zeros))
+
+
+def _is_later(now: CircularPlan) -> Array:
+    """Which stages are at the later of two repeats, bool `[stages]`: stage 0 always is."""
+    return now.repeat == now.repeat[0]

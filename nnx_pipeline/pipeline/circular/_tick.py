@@ -1,4 +1,4 @@
-"""One tick of the circular loop, and the walk over all ticks.
+"""The timetable of the circular loop, one tick of it, and the walk over all ticks.
 
 With one repeat this is the plain pipeline. Every array of a tick begins with the axis of stages, so
 one line below is the work of all stages at once:
@@ -16,18 +16,42 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import ITERATION_INPUT, named
+from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline import visit
-from nnx_pipeline.pipeline._exchange.buffers import mark_stage, over_stage, push, slot, where
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
-from nnx_pipeline.pipeline.circular._plan import CircularPlan, circular_plan
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
+
+
+class CircularPlan(NamedTuple):
+    """The schedule as arrays with one row per tick; in a bubble all indices are still valid."""
+
+    microbatch: Array  # int32 [ticks, stages]
+    repeat: Array  # int32 [ticks, stages]
+    active: Array  # bool [ticks, stages], False in a bubble
+    from_stream: Array  # bool [ticks], whether stage 0 takes a new microbatch
+    stream_slot: Array  # int32 [ticks], the slot of the stream that is read and written
+    queue_slot: Array  # int32 [ticks], the slot of the queue that is read and written
+
+
+def circular_plan(schedule: CircularSchedule) -> CircularPlan:
+    """In a bubble a stage has microbatch 0 and repeat 0."""
+    visits, tick = schedule.visits, np.arange(schedule.ticks, dtype=np.int32)
+    return CircularPlan(
+        microbatch=jnp.asarray(visits.microbatch),
+        repeat=jnp.asarray(visits.repeat),
+        active=jnp.asarray(visits.active),
+        from_stream=jnp.asarray(tick < schedule.microbatches),
+        stream_slot=jnp.asarray(tick % schedule.stream_slots),
+        queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
+    )
+
 
 # (now, input of every stage) to (output of every stage, whatever else the visit gives)
 MakeVisits = Callable[[CircularPlan, Moving], tuple[Moving, PyTree]]
@@ -47,8 +71,6 @@ class CircularCarry(NamedTuple):
 
 
 class MidTick(NamedTuple):
-    """The carry within a tick: what `stage_inputs` leaves for `stage_outputs`."""
-
     stream: PyTree
     leaving: PyTree  # [stages, …]: the slot of the stream that moves one stage on
     queue: PyTree
@@ -57,18 +79,19 @@ class MidTick(NamedTuple):
 
 
 def stage_inputs(
-    schedule: CircularSchedule, shift_by: ShiftName, now: CircularPlan, carry: CircularCarry
+    schedule: CircularSchedule,
+    shift_by: exchange.ShiftName,
+    now: CircularPlan,
+    carry: CircularCarry,
 ) -> tuple[MidTick, PyTree]:
-    """Selects the input of every stage at a tick; linear in the carry.
-
-    - `shift_by`: how activations are sent to the next stage.
-    - `now`: the tick's row of the timetable.
-    - `carry`: the carry before the tick.
-    """
-    first, last = mark_stage(0, schedule.stages), mark_stage(schedule.stages - 1, schedule.stages)
-    waiting = slot(carry.stream, now.stream_slot)
+    """Selects the input of every stage at a tick; linear in the carry."""
+    first, last = (
+        exchange.mark_stage(0, schedule.stages),
+        exchange.mark_stage(schedule.stages - 1, schedule.stages),
+    )
+    waiting = exchange.slot(carry.stream, now.stream_slot)
     # Each stage sends its last output to the next stage, and the last stage to the first.
-    sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.outputs[0])
+    sent = jax.tree.map(lambda leaf: exchange.shift(leaf, by=1, how=shift_by), carry.outputs[0])
     # With a delay of 2 what is sent now is read a tick later, so that the transfer overlaps with
     # the visit of this tick.
     arrived = sent if schedule.delay == 1 else carry.arrived
@@ -77,14 +100,14 @@ def stage_inputs(
     # which nothing needs after that.
     queue, returning = carry.queue, arrived
     if queue is not None:
-        returning = slot(queue, now.queue_slot)
-        queue = push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
-    entering = where(now.from_stream, waiting, returning)
-    x = where(first, entering, arrived)
+        returning = exchange.slot(queue, now.queue_slot)
+        queue = exchange.push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
+    entering = exchange.where(now.from_stream, waiting, returning)
+    x = exchange.where(first, entering, arrived)
     # In a bubble a stage works on a microbatch that it happens to store, and the result is
     # discarded. So no stage function gets values, such as zeros, at which its derivative may be
     # undefined.
-    x = where(over_stage(now.active), x, waiting)
+    x = exchange.where(exchange.over_stage(now.active), x, waiting)
     mid = MidTick(
         stream=carry.stream,
         leaving=waiting,
@@ -97,23 +120,18 @@ def stage_inputs(
 
 def stage_outputs(
     schedule: CircularSchedule,
-    shift_by: ShiftName,
+    shift_by: exchange.ShiftName,
     now: CircularPlan,
     mid: MidTick,
     outputs: PyTree,
 ) -> CircularCarry:
-    """Passes on the outputs of the stages, into the carry of the next tick; linear in both inputs.
-
-    - `shift_by`, `now`: as for `stage_inputs`.
-    - `mid`: what `stage_inputs` left.
-    - `outputs`: of every stage, `[stages, …]`.
-    """
-    last = mark_stage(schedule.stages - 1, schedule.stages)
+    """The carry of the next tick from the outputs `[stages, …]`; linear in both inputs."""
+    last = exchange.mark_stage(schedule.stages - 1, schedule.stages)
     # The slot that was read moves one stage towards stage 0, so that each microbatch is there when
     # stage 0 takes it. The last stage's entry of the slot is then free and takes its output.
     # After the last tick the stream holds the outputs of the last repeat.
     return CircularCarry(
-        stream=push(mid.stream, mid.leaving, outputs, now.stream_slot, last, shift_by),
+        stream=exchange.push(mid.stream, mid.leaving, outputs, now.stream_slot, last, shift_by),
         queue=mid.queue,
         outputs=(outputs, *mid.outputs),
         arrived=mid.sent,
@@ -136,42 +154,24 @@ def walk_ticks(
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """Calls `tick` for one tick after the other, as `jax.lax.scan` does.
-
-    - `tick`: (carry, row) to (the next carry, what to collect).
-    - `carry`: before the first call.
-    - `rows`: arrays with one row per tick.
-    - `reverse`: whether to go from the last tick to the first, as a backward pass does.
-    """
+    """As `jax.lax.scan` over rows, one for each tick."""
     return jax.lax.scan(tick, carry, rows, length=schedule.ticks, reverse=reverse)
 
 
 @dataclass(frozen=True)
 class CircularLoop:
-    """The loop over the ticks of one schedule.
-
-    - `schedule`: which stage works on what at each tick.
-    - `shift_by`: how outputs are sent to the next stage.
-    - `bubble_fill`: the value of the buffers before anything arrives; results do not depend on it.
-    - `cast_at_use`: as in `WeightOptions`.
-    """
+    """The loop over the ticks of one schedule; results do not depend on `bubble_fill`."""
 
     schedule: CircularSchedule
-    shift_by: ShiftName
+    shift_by: exchange.ShiftName
     bubble_fill: float
     cast_at_use: bool = False
 
     @property
     def plan(self) -> CircularPlan:
-        """The timetable, one row per tick."""
         return circular_plan(self.schedule)
 
     def start(self, stream: PyTree) -> CircularCarry:
-        """The carry before the first tick.
-
-        - `stream`: the microbatches, `[stages, slots, …]`.
-        """
-
         def empty(leaf: Array) -> Array:
             return jnp.full_like(leaf, self.bubble_fill)
 
@@ -187,12 +187,9 @@ class CircularLoop:
         )
 
     def tick(self, make: MakeVisits, *, linear: Wrap = lambda function: function) -> CircularTick:
-        """Makes one tick, from carry and state to the next ones and the visit's other results.
-
-        - `make`: applies the layers of every stage.
-        - `linear`: is put around the steps before and after the visit, which are linear in the
-          carry: with `jax.checkpoint`, JAX saves only the timetable's row of them.
-        """
+        """One tick, from carry and state to the next ones and what else `make` gives."""
+        # With `jax.checkpoint` as `linear`, put around the steps before and after the visit, which
+        # are linear in the carry, JAX saves only the timetable's row of them.
         how = self.schedule, self.shift_by
         enter = linear(functools.partial(stage_inputs, *how))
         pass_on = linear(functools.partial(stage_outputs, *how))
@@ -207,31 +204,22 @@ class CircularLoop:
         return tick
 
     def visits_at(self, now: CircularPlan) -> At:
-        """Which visits a tick makes."""
         microbatches = self.schedule.microbatches
         return visit.visits_at(now.repeat, now.microbatch, now.active, microbatches)
 
 
 def name_input(x: PyTree) -> PyTree:
-    """Names the input of the stages `ITERATION_INPUT`; every remat policy keeps it."""
+    """Every remat policy keeps the input of the stages."""
     return jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
 
 
 def autodiff_tick(
     loop: CircularLoop, checkpoint: Wrap, apply_stage: ApplyMoving, params: PyTree, side: PyTree
 ) -> CircularTick:
-    """A tick that JAX differentiates.
-
-    The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
-    rest of a tick is linear. Its checkpoints keep the conditions of each `where` as they are,
-    while JAX alone would keep them broadcast to the shape of the activations.
-
-    - `loop`: what every tick does.
-    - `checkpoint`: is put around the visit of all stages.
-    - `apply_stage`: as `checked` makes it.
-    - `params`: `[repeats, stages, …]`.
-    - `side`: the side inputs, `[microbatches, …]`.
-    """
+    """A tick that JAX differentiates."""
+    # The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
+    # checkpoints of the rest keep the conditions of each `where` as they are, while JAX alone would
+    # keep them broadcast to the shape of the activations.
     apply = stages.map_stages(apply_stage)
 
     @checkpoint

@@ -8,7 +8,6 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline._exchange.buffers import merge, split
 from nnx_pipeline.pipeline.circular import _tick
 from nnx_pipeline.pipeline.circular._accumulate import Accumulate
 from nnx_pipeline.pipeline.circular._tick import CircularLoop, autodiff_tick
@@ -41,9 +40,9 @@ def run_pipeline(
                     totals = totals combined with metrics
 
     - `apply_stage`: (params, x, side) to (x, metrics). It returns x with the same shapes, dtypes
-      and shardings; metrics are a pytree, each wrapped in `Sum`, `Mean` or `Max`, which says how
-      it is combined with others (see `metrics`). In a bubble it is applied to some microbatch and
-      the result is discarded.
+      and shardings; metrics are a pytree, each wrapped in `Sum`, `Mean` or `Max`, which says how it
+      is combined with others (see `metrics`). In a bubble it is applied to some microbatch and the
+      result is discarded.
     - `params`: any pytree of `[repeats, stages, …]`, the second axis sharded over `stage`, or
       `WithState(params, state)`. Then `apply_stage` is (params, x, side, state) to (x, metrics,
       state), and each visit reads what the same stage left in the same repeat a microbatch before.
@@ -59,9 +58,8 @@ def run_pipeline(
 
     Returns outputs, in the order of `microbatches` and sharded as those are in the loop, and the
     metrics of all visits, each one array in float32 or wider; with a state also what all visits
-    left of it. Raises InputError when shapes do not
-    fit the schedule, for arrays on other devices, and for a stage that changes its parameters or
-    returns something that cannot be passed on.
+    left of it. Raises InputError when shapes do not fit the schedule, for arrays on other devices,
+    and for a stage that changes its parameters or returns something that cannot be passed on.
     """
     of_type("the schedule of run_pipeline", schedule, CircularSchedule)
     of_type("options", options, LoopOptions)
@@ -70,7 +68,8 @@ def run_pipeline(
     check_stacked(state, "the state", schedule)
     _check_options(schedule, options)
     stream = jax.tree.map(
-        lambda leaf: split(leaf, schedule), entry.place_microbatches(microbatches)
+        lambda leaf: leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:]),
+        entry.place_microbatches(microbatches),
     )
     params, side = entry.place_stacked(params), entry.place_on_every_stage(side_inputs)
     states = hold_state(entry.place_stacked(state), schedule)
@@ -99,12 +98,10 @@ def run_pipeline(
 
 
 def _in_order(stream: Array, schedule: CircularSchedule) -> Array:
-    """Turns the stream after the last tick into `[microbatches, …]`, in the order of the inputs.
-
-    Output m went into slot (first_output_tick + m) mod slots; it belongs into slot m mod slots.
-    """
+    """Turns the stream after the last tick into `[microbatches, …]`, in the order of inputs."""
+    # Output m went into slot (first_output_tick + m) mod slots; it belongs into slot m mod slots.
     late = schedule.first_output_tick % schedule.stream_slots
-    return merge(jnp.roll(stream, -late, axis=1))
+    return jnp.roll(stream, -late, axis=1).reshape(schedule.microbatches, *stream.shape[2:])
 
 
 def _check_options(schedule: CircularSchedule, options: LoopOptions) -> None:

@@ -8,17 +8,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import (
-    empty_host_ring,
-    empty_ring,
-    from_stage,
-    to_stages,
-)
+from nnx_pipeline.pipeline._exchange import empty_host_ring, empty_ring, from_stage, to_stages
 from nnx_pipeline.pipeline.contract import Inputs, Weights
-from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
-from nnx_pipeline.pipeline.one_f_one_b._plan import PhasePlan, one_f_one_b_plan
-from nnx_pipeline.pipeline.one_f_one_b._state import NOTHING, LoopState, LoopWeights
-from nnx_pipeline.pipeline.one_f_one_b._tick import OneForwardOneBackwardTick, Phase, row_of
+from nnx_pipeline.pipeline.metrics import Metric, identity, is_metric, objective, over_all_stages
+from nnx_pipeline.pipeline.one_f_one_b._state import (
+    NOTHING,
+    LoopState,
+    LoopWeights,
+    PhasePlan,
+    one_f_one_b_plan,
+)
+from nnx_pipeline.pipeline.one_f_one_b._tick import (
+    OneForwardOneBackwardTick,
+    Phase,
+    reads_of,
+    row_of,
+)
 from nnx_pipeline.pipeline.stage._repeats import split_to_read
 from nnx_pipeline.pipeline.stage._vjp import only, zero_gradients
 from nnx_pipeline.pipeline.stage.state import take
@@ -39,14 +44,7 @@ def _on_host(tree: PyTree) -> _OnHost:
 
 @dataclass(frozen=True)
 class OneForwardOneBackwardLoop:
-    """All ticks of a 1F1B schedule.
-
-    - `tick`: what every tick does.
-    - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
-    - `cast_at_use`: as in `WeightOptions`.
-    - `needed`: whether the gradient of each input of the microbatches is asked for; None for none.
-    - `unlifted`: whether its functions compute in float16 and it has no lift.
-    """
+    """All ticks; `needed` says of which inputs the gradient is asked for."""
 
     tick: OneForwardOneBackwardTick
     bubble_fill: float
@@ -57,13 +55,7 @@ class OneForwardOneBackwardLoop:
     def run(
         self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
     ) -> LoopState:
-        """Goes through all ticks; returns the state after the last one.
-
-        - `weights`: the weights as they are stored, and what the functions close over.
-        - `inputs`: what the microbatches bring along.
-        - `layers`: the state of the layers, `[repeats, stages, …]`, or no arrays.
-        - `differentiate`: whether to compute gradients; without them there is no backward visit.
-        """
+        """Goes through all ticks from the weights as they are stored; returns the last state."""
         schedule = self.tick.schedule
         filling, steady, draining = schedule.phases
         phases = [
@@ -136,67 +128,54 @@ class OneForwardOneBackwardLoop:
         def call(weights: Weights, inputs: Inputs, layers: PyTree) -> Array:
             stages = self._readable(weights.stages)
             all_weights = LoopWeights.of(weights._replace(stages=stages))
-            now = jax.tree.map(lambda leaf: leaf[0], one_f_one_b_plan(tick.schedule))
-            x = tick.entering(all_weights, inputs, now)
-            moving = x, take(layers, tick.visits_at(now))
-            ((y, _), _), _ = tick.visit.run(
-                tick.reads(all_weights, inputs, now), moving, keep=False
-            )
-            row = row_of(inputs.leave, now.leaving)
-            return tick.leaving(all_weights.leave, from_stage(y, tick.schedule.stages - 1), row)
+            plan = one_f_one_b_plan(tick.schedule)
+            _, ((y, _), _), _ = self._first_visit(all_weights, inputs, (layers, plan), keep=False)
+            row = row_of(inputs.leave, plan.leaving[0])
+            output = from_stage(y, tick.schedule.stages - 1)
+            end = all_weights.leave
+            return tick.functions.leave(end.captured, end.weights, output, row)
 
         jax.eval_shape(call, weights, inputs, layers)
 
-    def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics.
+    def _first_visit(
+        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
+    ) -> tuple[PyTree, Any, PyTree]:
+        layers, plan = given
+        now = jax.tree.map(lambda leaf: leaf[0], plan)
+        x = self.tick.entering(weights, inputs, now)
+        moving = x, take(layers, self.tick.visits_at(now))
+        reads = reads_of(weights, inputs, now.forward, now.forward_repeat)
+        return x, *self.tick.visit.run(reads, moving, keep=keep)
 
-        - `state`: after the last tick.
-        """
+    def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
         metrics = over_all_stages(state.metrics, self.tick.visits)
         return objective(state.loss, metrics, self.tick.metric_weights)
 
     def _start(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        given: tuple[PyTree, PhasePlan],
-        *,
-        keep: bool,
+        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
     ) -> tuple[LoopState, Any]:
-        """The state before the first tick, and the tree structure of what a visit keeps.
+        """The state before the first tick, and the tree structure of what a visit keeps."""
 
-        - `given`: the state of the layers, and the timetable.
-        """
-
-        def first_visit(
-            weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan]
-        ) -> Any:
-            layers, plan = given
-            now = jax.tree.map(lambda leaf: leaf[0], plan)
-            x = self.tick.entering(weights, inputs, now)
-            moving = x, take(layers, self.tick.visits_at(now))
-            reads = self.tick.reads(weights, inputs, now)
-            (_, metrics), residuals = self.tick.visit.run(reads, moving, keep=keep)
+        def first_visit(*args: Any) -> Any:
+            x, (_, metrics), residuals = self._first_visit(*args, keep=keep)
             return x, metrics, residuals, _on_host(residuals)
+
+        def no_metric(metric: Metric) -> Metric:
+            return type(metric)(empty_ring(metric.value, None, identity(metric)))
 
         x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         residuals, tree = jax.tree.flatten(residuals)
-        nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
-        slots = self.tick.schedule.ring_slots
+        slots, fill = self.tick.schedule.ring_slots, self.bubble_fill
         return LoopState(
-            outputs=nothing,
+            outputs=jax.tree.map(lambda leaf: empty_ring(leaf, None, fill), x),
             d_inputs=None,
             ring=[
-                (empty_host_ring if host else empty_ring)(leaf, slots, self.bubble_fill)
+                (empty_host_ring if host else empty_ring)(leaf, slots, fill)
                 for leaf, host in zip(residuals, on_host.marks, strict=True)
             ],
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
-            metrics=jax.tree.map(
-                lambda metric: type(metric)(empty_ring(metric.value, None, identity(metric))),
-                metrics,
-                is_leaf=is_metric,
-            ),
+            metrics=jax.tree.map(no_metric, metrics, is_leaf=is_metric),
             layers=given[0],
             of_inputs=NOTHING,
         ), tree

@@ -18,18 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import (
-    from_stage,
-    mark_stage,
-    over_stage,
-    to_stages,
-    where,
-)
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
+from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_counted, weights_like
-from nnx_pipeline.pipeline.one_f_one_b._plan import PhasePlan
-from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, WithCaptured
+from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers
@@ -40,22 +32,14 @@ from nnx_pipeline.pipeline.visit import Reads, Visit, side_of, visits_at, weight
 
 @dataclass(frozen=True)
 class HoistedFunctions:
-    """The functions of a model, each with what it closes over as a first argument (see `hoist`).
+    """The functions of a model, with what each closes over as a first argument (see `hoist`)."""
 
-    - `enter`: (closed over, weights, inputs of a microbatch) to activations.
-    - `apply_stage`: (closed over, weights, moving, side inputs) to (moving, metrics), where moving
-      is activations and the state of the layers.
-    - `leave`: (closed over, weights, activations, inputs of a microbatch) to a float32 scalar.
-    """
-
-    enter: Callable[..., PyTree]
-    apply_stage: Callable[..., tuple[PyTree, PyTree]]
-    leave: Callable[..., Array]
+    enter: Callable[..., PyTree]  # (…, weights, inputs of a microbatch) to activations
+    apply_stage: Callable[..., tuple[PyTree, PyTree]]  # (…, weights, moving, side inputs)
+    leave: Callable[..., Array]  # (…, weights, activations, inputs of a microbatch) to the loss
 
 
 class Phase(NamedTuple):
-    """A range of ticks, and which parts of a tick are done in each of them."""
-
     ticks: range
     forward: bool
     leave: bool
@@ -64,20 +48,12 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class OneForwardOneBackwardTick:
-    """What every tick does.
-
-    - `functions`: the functions of the model.
-    - `schedule`: which stage works on what at each tick.
-    - `metric_weights`: the weight of each metric of a stage in the loss, as for `weights_like`.
-    - `shift_by`: how activations and cotangents are sent to a neighbouring stage.
-    - `how`: in which dtype gradients add up, and which weights are gathered before.
-    - `needed`: whether the gradient of each weight is asked for; None for all of them.
-    """
+    """`needed` says whether the gradient of each weight is asked for; None for all."""
 
     functions: HoistedFunctions
     schedule: OneForwardOneBackward
     metric_weights: PyTree
-    shift_by: ShiftName
+    shift_by: exchange.ShiftName
     how: Accumulation
     needed: LoopWeights | None = None
 
@@ -90,14 +66,7 @@ class OneForwardOneBackwardTick:
         state: LoopState,
         now: PhasePlan,
     ) -> LoopState:
-        """The state after a tick.
-
-        - `weights`, `inputs`: what all ticks read, the stages' weights gathered.
-        - `phase`: which parts of the tick are done.
-        - `residual_tree`: the tree structure of what a visit keeps; its arrays are in the ring.
-        - `state`: the state before the tick.
-        - `now`: the tick's row of the timetable.
-        """
+        """The state after a tick; the ring has the arrays of `residual_tree`."""
         d_output = None
         if phase.forward:
             state = self._forward(weights, inputs, now, state)
@@ -108,52 +77,45 @@ class OneForwardOneBackwardTick:
         return state
 
     def _forward(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        now: PhasePlan,
-        state: LoopState,
+        self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> LoopState:
-        """The forward visit of every stage."""
         entering = self.entering(weights, inputs, now)
-        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.outputs)
+        arrived = jax.tree.map(
+            lambda leaf: exchange.shift(leaf, by=1, how=self.shift_by), state.outputs
+        )
         # A stage in a bubble works on what enters, so that the stage function gets no values at
         # which its derivative may be undefined. Its metrics are not counted.
-        is_forward = over_stage(now.is_forward)
-        x = where(over_stage(now.from_input), entering, arrived)
+        is_forward = exchange.over_stage(now.is_forward)
+        x = exchange.where(exchange.over_stage(now.from_input), entering, arrived)
         keep = state.gradients is not None
         at = self.visits_at(now)
         moving = x, take(state.layers, at)
-        reads = self.reads(weights, inputs, now)
+        reads = reads_of(weights, inputs, now.forward, now.forward_repeat)
         ((y, written), metrics), residuals = self.visit.run(reads, moving, keep=keep)
-        residuals = [over_stage(leaf) for leaf in jax.tree.leaves(residuals)]
+        residuals = [exchange.over_stage(leaf) for leaf in jax.tree.leaves(residuals)]
         return state._replace(
             outputs=y,
-            ring=at_slot(state.ring, over_stage(now.write), residuals) if keep else state.ring,
+            ring=at_slot(state.ring, exchange.over_stage(now.write), residuals)
+            if keep
+            else state.ring,
             metrics=include(is_forward, state.metrics, metrics),
             layers=put(state.layers, at, written),
         )
 
     def _leave(
-        self,
-        weights: LoopWeights,
-        inputs: Inputs,
-        now: PhasePlan,
-        state: LoopState,
+        self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> tuple[LoopState, PyTree]:
-        """Adds the loss of the microbatch that leaves; also returns the cotangent of its output.
-
-        All devices compute it.
-        """
+        """On all devices, adds the loss of the microbatch that leaves; gives its cotangent."""
 
         row = row_of(inputs.leave, now.leaving)
         needed, with_needed = _needed(row, state.of_inputs.leave)
 
         def loss_of(weights: WithCaptured, output: PyTree, needed: list[Array]) -> Array:
-            return self.leaving(weights, output, with_needed(needed))
+            end, row = weights, with_needed(needed)
+            return self.functions.leave(end.captured, end.weights, output, row)
 
         def leave(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
-            output = from_stage(outputs, self.schedule.stages - 1)
+            output = exchange.from_stage(outputs, self.schedule.stages - 1)
             if gradients is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
             loss_of_one, back = jax.vjp(loss_of, weights.leave, output, needed)
@@ -167,7 +129,9 @@ class OneForwardOneBackwardTick:
 
         def stay(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             nothing = (
-                None if gradients is None else jax.tree.map(jnp.zeros_like, from_stage(outputs, 0))
+                None
+                if gradients is None
+                else jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
             )
             return loss, gradients, nothing
 
@@ -194,20 +158,21 @@ class OneForwardOneBackwardTick:
         state: LoopState,
         d_output: PyTree,
     ) -> LoopState:
-        """The backward visit of every stage, which adds to the gradient of the stage's weights."""
         if state.gradients is None:
             return state
         d_y = self._arriving_cotangents(now, state, d_output)
-        is_backward = over_stage(now.is_backward)
+        is_backward = exchange.over_stage(now.is_backward)
         # In a bubble nothing has arrived: with zero cotangents the visit adds zero gradients.
-        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))
+        d_y = exchange.where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))
         d_metrics = jax.tree.map(
             functools.partial(self._of_metric, is_backward),
             weights_like(self.metric_weights, state.metrics),
             state.metrics,
         )
-        stored = jax.tree.unflatten(residual_tree, select_slot(state.ring, over_stage(now.read)))
-        reads = _reads(weights, inputs, now.backward, now.backward_repeat)
+        stored = jax.tree.unflatten(
+            residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
+        )
+        reads = reads_of(weights, inputs, now.backward, now.backward_repeat)
         own, layers = self.visit, state.layers.of_visit()
         d_reads, d_x = own.back(stored, reads, d_y, d_metrics, state=layers)
         d_stages = own.fsdp_gather.of_visit(own.only(d_reads.weights), reads.weights)
@@ -219,34 +184,28 @@ class OneForwardOneBackwardTick:
             enter=d_enter,
             captured=add(totals.captured, d_reads.captured),
         )
-        d_side = _add_rows(of_inputs.side, d_reads.side, over_stage(now.backward))
+        d_side = _add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))
         of_inputs = of_inputs._replace(enter=d_rows, side=d_side)
         return state._replace(d_inputs=d_x, gradients=gradients, of_inputs=of_inputs)
 
     def _arriving_cotangents(self, now: PhasePlan, state: LoopState, d_output: PyTree) -> PyTree:
         """The cotangents of all stages' outputs: of the next stage's input, or from the loss."""
         stages = self.schedule.stages
-        arrived = jax.tree.map(lambda leaf: shift(leaf, by=-1, how=self.shift_by), state.d_inputs)
+        arrived = jax.tree.map(
+            lambda leaf: exchange.shift(leaf, by=-1, how=self.shift_by), state.d_inputs
+        )
         if d_output is None:
             return arrived
-        turns = mark_stage(stages - 1, stages)
+        turns = exchange.mark_stage(stages - 1, stages)
         # With several repeats the last stage takes the cotangent of the loss in the microbatch's
         # last repeat only; otherwise it takes what the first stage sends.
         turns = turns if self.schedule.repeats == 1 else turns & now.leaves
-        return where(turns, to_stages(d_output, stages), arrived)
+        return exchange.where(turns, exchange.to_stages(d_output, stages), arrived)
 
     def _return(
-        self,
-        end: Any,
-        inputs: Inputs,
-        now: PhasePlan,
-        gradients: PyTree,
-        d_x: PyTree,
+        self, end: Any, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
     ) -> PyTree:
-        """Adds the gradients of `enter` for the microbatch whose last backward visit this was.
-
-        - `gradients`: those of its weights so far, and of its inputs.
-        """
+        """Adds `enter`'s gradients for the microbatch whose last backward visit this was."""
         row = row_of(inputs.enter, now.returning)
         needed, with_needed = _needed(row, gradients[1])
 
@@ -255,7 +214,7 @@ class OneForwardOneBackwardTick:
 
         def back(gradients: PyTree, d_x: PyTree) -> PyTree:
             _, enter_back = jax.vjp(enter, end, needed)
-            d_weights, d_row = enter_back(from_stage(d_x, 0))
+            d_weights, d_row = enter_back(exchange.from_stage(d_x, 0))
             so_far, d_rows = gradients
             d_weights = add(so_far, none_for_integers(d_weights))
             return d_weights, _add_row(d_rows, d_row, now.returning)
@@ -265,17 +224,14 @@ class OneForwardOneBackwardTick:
     def _if_due(
         self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
     ) -> Any:
-        """Calls `function` in the ticks in which it is due, else `otherwise`.
-
-        With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
-        and it adds nothing; so it needs no condition.
-        """
+        """Calls `function` in the ticks in which it is due, else `otherwise`."""
+        # With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
+        # and it adds nothing; so it needs no condition.
         if self.schedule.repeats == 1:
             return function(*state)
         return jax.lax.cond(due, function, otherwise, *state)
 
     def visits_at(self, now: PhasePlan) -> At:
-        """Which forward visits a tick makes."""
         microbatches = self.schedule.microbatches
         return visits_at(now.forward_repeat, now.forward, now.is_forward, microbatches)
 
@@ -283,20 +239,7 @@ class OneForwardOneBackwardTick:
         """The activations of the microbatch that enters, on every stage: `[stages, …]`."""
         end, row = weights.enter, row_of(inputs.enter, now.entering)
         x = self.functions.enter(end.captured, end.weights, row)
-        return to_stages(x, self.schedule.stages)
-
-    def leaving(self, end: WithCaptured, output: PyTree, row: PyTree) -> Array:
-        """The loss of the microbatch that leaves, a scalar.
-
-        - `end`: the weights of `leave`, and what it closes over.
-        - `output`: the activations of the last stage.
-        - `row`: the inputs of the microbatch.
-        """
-        return self.functions.leave(end.captured, end.weights, output, row)
-
-    def reads(self, weights: LoopWeights, inputs: Inputs, now: PhasePlan) -> Reads:
-        """What the forward visits of a tick read besides the activations."""
-        return _reads(weights, inputs, now.forward, now.forward_repeat)
+        return exchange.to_stages(x, self.schedule.stages)
 
     @property
     def visit(self) -> Visit:
@@ -322,19 +265,16 @@ class OneForwardOneBackwardTick:
             return type(metric)(zeros)
         weight = jnp.asarray(weight, zeros.dtype)
         each = jnp.full_like(zeros, weight / self.visits if isinstance(metric, Mean) else weight)
-        return type(metric)(where(is_backward, each, zeros))
+        return type(metric)(exchange.where(is_backward, each, zeros))
 
 
-def _reads(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Array) -> Reads:
+def reads_of(weights: LoopWeights, inputs: Inputs, microbatch: Array, repeat: Array) -> Reads:
     side = side_of(inputs.side, microbatch)
     return Reads(weights_of(weights.stages, repeat), side, weights.captured)
 
 
 def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
-    """The arrays of a row whose gradients are asked for, and a function that puts them back.
-
-    - `totals`: the gradients so far, None in the place of an array, or of all.
-    """
+    """The arrays of a row whose gradients are asked for, and a function that puts them back."""
     leaves, tree = jax.tree.flatten(row)
     wanted = [total is not None for total in _each(totals, tree)]
 
@@ -351,22 +291,13 @@ def _each(totals: PyTree, tree: Any) -> list[Any]:
 
 
 def _add_row(totals: PyTree, needed: list[Array], microbatch: Array) -> PyTree:
-    """Adds the gradients of one microbatch to those of all.
-
-    - `totals`: `[microbatches, …]`, as for `_needed`.
-    - `needed`: `[…]`, of the arrays whose gradients are asked for.
-    """
+    """Adds the gradients of one microbatch to `[microbatches, …]`."""
     new = iter(needed)
     return jax.tree.map(lambda total: total.at[microbatch].add(next(new)), totals)
 
 
 def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
-    """Adds the gradients of each stage's microbatch to those of all, where they are asked for.
-
-    - `totals`: `[stages, microbatches, …]`, as for `_needed`.
-    - `new`: `[stages, …]` of all arrays, None for integers.
-    - `microbatch`: int32 `[stages]`.
-    """
+    """Adds the gradients of each stage's microbatch to `[stages, microbatches, …]`."""
     gradients, tree = jax.tree.flatten(new, is_leaf=lambda leaf: leaf is None)
     pairs = zip(_each(totals, tree), gradients, strict=True)
     needed = iter([gradient for total, gradient in pairs if total is not None])
@@ -379,7 +310,6 @@ def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
 
 
 def row_of(tree: PyTree, microbatch: Array) -> PyTree:
-    """The inputs of one microbatch: `[microbatches, …]` to `[…]`."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), tree
     )

@@ -2,53 +2,37 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jax.extend.core import ClosedJaxpr, Literal
+from jaxtyping import Array, PyTree
 
+from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
-from nnx_pipeline.pipeline.one_f_one_b._lift import (
-    Lift,
-    Total,
-    checked_lift,
-    computes_in_float16,
-    lifted,
-    lifted_weights,
-    refuse_unlifted,
-    without_lift,
-)
+from nnx_pipeline.pipeline.metrics import counts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
 from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForwardOneBackwardTick
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage._checks import (
-    check_shapes,
-    check_stacked,
-    checked,
-    checked_enter,
-    checked_leave,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._closed import hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
+from nnx_pipeline.sharding import _gradients as grads
 from nnx_pipeline.sharding._cast import of_slices
-from nnx_pipeline.sharding._gradients import (
-    asked_of,
-    is_symbolic_zero,
-    no_gradient_to,
-    or_zeros,
-    refuse_perturbed,
-    scaled,
-    values_of,
-)
+
+# the loss, and its two parts: the loss of `leave`, and the metrics
+Total = tuple[Array, tuple[Array, PyTree]]
+Lift = float | Array | None
 
 
 def run_one_f_one_b(
@@ -73,29 +57,22 @@ def run_one_f_one_b(
         return loss + sum(metric_weights * totals), (loss, totals)
 
     When gradients are asked for, each stage makes a forward visit of one microbatch and a backward
-    visit of another at each tick, and a microbatch starts its backward visits in the tick in which
-    the last stage gives its loss. So a stage stores the residuals of about stages · (repeats + 1)
+    visit of another at each tick. So a stage stores the residuals of about stages · (repeats + 1)
     visits at most (`OneForwardOneBackward.ring_slots`), however many microbatches there are, and
-    one gradient buffer per parameter. `enter` and `leave` run on all devices.
-
-    There are microbatches · repeats + stages · (repeats + 1) - 2 ticks. The first
-    stages · repeats - 1 have no backward part, and as many at the end have no forward part. So a
-    stage makes as many forward and backward visits as in the circular schedule, and as there it
-    idles, or computes and discards, for the time of stages - 1 visits in each direction. With remat
-    every stage is computed once more, also as in the circular schedule.
+    one gradient buffer per parameter. `enter` and `leave` run on all devices. With remat every
+    stage is computed once more, as in the circular schedule.
 
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
-    - `weights`: those of the three functions. Those whose gradient is not asked for, such as the
-      frozen ones next to LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or
-      such parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
-    - `inputs`: those of the three functions, `[microbatches, …]`. Their gradients cost memory only
-      where they are asked for, as by an encoder that makes what the layers of a decoder read; each
-      stage then holds those of all microbatches' side inputs.
+    - `weights`: of the three functions. Those whose gradient is not asked for, such as the frozen
+      ones next to LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or such
+      parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
+    - `inputs`: of the three functions, `[microbatches, …]`. Their gradients cost memory only where
+      they are asked for, as by an encoder that makes what the layers of a decoder read; each stage
+      then holds those of all microbatches' side inputs.
     - `schedule`: which stage works on what at each tick.
     - `options`: how the loop is run. Gradients always add up in the loop.
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
-
     The loop computes gradients for a cotangent of `functions.lift`, or of 1, and scales them
     afterwards, in float32. Gradients of functions that compute in float16 need that lift.
 
@@ -112,8 +89,8 @@ def run_one_f_one_b(
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
-    check_shapes(stages, None, inputs, schedule)
-    check_stacked(state, "the state", schedule)
+    checks.check_shapes(stages, None, inputs, schedule)
+    checks.check_stacked(state, "the state", schedule)
     weights = weights._replace(stages=stages).placed()
     inputs = entry.place_on_every_stage(inputs)
     layers = hold_state(entry.place_stacked(state), schedule)
@@ -122,11 +99,7 @@ def run_one_f_one_b(
 
     def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
         tick = OneForwardOneBackwardTick(
-            HoistedFunctions(*functions),
-            schedule,
-            metric_weights,
-            options.shift_by,
-            how,
+            HoistedFunctions(*functions), schedule, metric_weights, options.shift_by, how
         )
         return OneForwardOneBackwardLoop(tick, options.bubble_fill, options.cast_at_use)
 
@@ -139,8 +112,8 @@ def run_one_f_one_b(
 
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
-    stage = checked(apply_stage, has_state=state is not None)
-    ends = checked_enter(enter), lifted(checked_leave(leave), lift)
+    stage = checks.checked(apply_stage, has_state=state is not None)
+    ends = checks.checked_enter(enter), lifted(checks.checked_leave(leave), lift)
     own, captured, traced = hoist((ends[0], stage, ends[1]), call)
     loop = dataclasses.replace(
         make_loop(own[0], checkpoint(own[1]), own[2]),
@@ -152,7 +125,6 @@ def run_one_f_one_b(
 
 
 def check_bundles(functions: Any, weights: Any, inputs: Any, options: Any) -> None:
-    """Raises InputError unless the arguments of a loop over a whole model have their types."""
     of_type("functions", functions, ModelFunctions)
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
@@ -175,15 +147,11 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
 
 
 def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
-    """The metric weights of a loop whose loss is lifted."""
     return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
 def _metric_weight(weight: Any) -> Any:
-    """A metric weight that may be traced; a gradient with respect to it raises InputError.
-
-    Raises InputError unless it is a real number, or an array of them.
-    """
+    """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
     if not is_number or isinstance(weight, bool) or not _is_real(weight):
         found = type_of(weight) if is_number else repr(weight)
@@ -192,7 +160,7 @@ def _metric_weight(weight: Any) -> Any:
         )
     if not isinstance(weight, jax.core.Tracer):
         return weight
-    return no_gradient_to(
+    return grads.no_gradient_to(
         "the 1F1B schedule was asked for the gradient with respect to metric_weights, which it "
         "does not give; use jax.lax.stop_gradient on them",
         weight,
@@ -239,15 +207,7 @@ class AnyLoop(Protocol):
 def by_loop(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
 ) -> tuple[Total, PyTree]:
-    """The loss by a loop that computes its gradients in the same ticks, if they are asked for.
-
-    - `loop`: what goes through the ticks.
-    - `weights`, `inputs`, `layers`: as for `one_f_one_b.loop.Loop.run`.
-
-    Returns the loss with its parts, and the state of the layers. Raises InputError when a gradient
-    of a part is asked for, or by another loop than that of 1F1B one with respect to `inputs`, and
-    when one is asked for in float16 without a lift.
-    """
+    """The loss with its parts, and the state; gradients are computed in the same ticks."""
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
 
@@ -258,21 +218,21 @@ def _run_forward(
     if loop.unlifted:
         refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
-        needed = asked_of(inputs)
+        needed = grads.asked_of(inputs)
         loop = dataclasses.replace(
             loop,
             needed=needed if any(jax.tree.leaves(needed)) else None,
-            tick=dataclasses.replace(loop.tick, needed=asked_of(weights)),
+            tick=dataclasses.replace(loop.tick, needed=grads.asked_of(weights)),
         )
-        inputs = values_of(inputs)
+        inputs = grads.values_of(inputs)
     else:
-        inputs = refuse_perturbed(
+        inputs = grads.refuse_perturbed(
             "a timetable was asked for the gradient with respect to an input of its microbatches; "
             "it gives those of the weights alone: use jax.lax.stop_gradient on the inputs, or "
             "run_one_f_one_b",
             inputs,
         )
-    weights, layers = values_of((weights, layers))
+    weights, layers = grads.values_of((weights, layers))
     state = loop.run(weights, inputs, layers, differentiate=True)
     d_inputs = (
         state.of_inputs if isinstance(loop, OneForwardOneBackwardLoop) and loop.needed else None
@@ -284,14 +244,15 @@ def _run_forward(
 def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeights, Inputs, PyTree]:
     weights, inputs, layers, gradients = saved
     (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
-    if not all(map(is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=is_symbolic_zero))):
+    leaves = jax.tree.leaves(d_parts, is_leaf=grads.is_symbolic_zero)
+    if not all(map(grads.is_symbolic_zero, leaves)):
         raise InputError(
             "the 1F1B schedule was asked for the gradient of a part of its loss, but it computes "
             "the gradient of the whole loss only; differentiate that, with metric_weights for the "
             "share of each metric in it, or use the circular schedule"
         )
-    d_loss = or_zeros(d_loss)
-    d_weights, d_asked = jax.tree.map(lambda leaf: scaled(leaf, d_loss), gradients)
+    d_loss = grads.or_zeros(d_loss)
+    d_weights, d_asked = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
     d_inputs = no_gradient(inputs)
     if d_asked is not None:
         d_inputs = jax.tree.map(
@@ -304,3 +265,59 @@ def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeigh
 
 
 by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+# A loop that computes gradients along with the loss does so before a loss scale multiplies it. By
+# then gradients in float16 have vanished, unless the loss was multiplied by a lift.
+
+
+def checked_lift(lift: Any) -> Lift:
+    """The lift, of which there is no derivative; raises InputError unless it is above 0."""
+    is_number = isinstance(lift, int | float | np.number | np.ndarray | jax.Array)
+    if lift is not None and (not is_number or isinstance(lift, bool) or jnp.shape(lift)):
+        raise InputError(f"lift={lift!r} is not a number; give a power of two, such as 2.0**12")
+    if isinstance(lift, jax.core.Tracer):
+        return jax.lax.stop_gradient(lift)
+    if lift is not None and not 0 < float(np.asarray(lift)) < math.inf:
+        raise InputError(f"lift={lift} is not above 0 and finite; give one such as 2.0**12")
+    return lift
+
+
+def lifted(leave: Callable[..., Array], lift: Lift) -> Callable[..., Array]:
+    if lift is None:
+        return leave
+    return functools.wraps(leave)(lambda *given: leave(*given) * lift)
+
+
+def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
+    if lift is None:
+        return metric_weights
+    return jax.tree.map(lambda weight: weight * lift if counts(weight) else weight, metric_weights)
+
+
+def without_lift(total: Total, lift: Lift) -> Total:
+    if lift is None:
+        return total
+    loss, (own, metrics) = total
+    return loss / lift, (own / lift, metrics)
+
+
+def computes_in_float16(program: ClosedJaxpr) -> bool:
+    """Whether a program reads arrays in float16, or makes them of others, at any depth."""
+    read = [*program.jaxpr.invars, *program.jaxpr.constvars]
+    made = [
+        variable
+        for equation in equations_of(program)
+        if not all(isinstance(given, Literal) for given in equation.invars)  # else a constant
+        for variable in equation.outvars
+    ]
+    return any(getattr(each.aval, "dtype", None) == jnp.float16 for each in (*read, *made))
+
+
+def refuse_unlifted() -> None:
+    raise InputError(
+        "a gradient was asked for of functions that compute in float16; the loop computes it "
+        "before it is known by what the loss is multiplied, so that small gradients vanish and a "
+        "loss scale comes too late; set `lift` of ModelEnds or ModelFunctions, such as 2.0**12 "
+        "(1.0 where `leave` scales its loss), or compute in bfloat16 or float32"
+    )

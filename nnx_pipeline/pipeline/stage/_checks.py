@@ -15,25 +15,13 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
+from nnx_pipeline.pipeline.stage import state as states
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
-from nnx_pipeline.pipeline.stage.state import (
-    alike,
-    check_written,
-    type_of,
-    types_of,
-    without_gradient,
-)
-from nnx_pipeline.sharding.layout import mesh_sizes
+from nnx_pipeline.sharding.layout import is_variable, mesh_sizes
 
 
 def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: Schedule) -> None:
-    """Raises InputError unless arrays and mesh have the sizes that the schedule needs.
-
-    - `params`: must be `[repeats, stages, …]`, at least one array.
-    - `activations`: must be floating `[microbatches, …]`; None if another function makes them.
-    - `inputs`: must be `[microbatches, …]`.
-    - `schedule`: gives the numbers of repeats, stages and microbatches.
-    """
+    """Raises InputError unless arrays and mesh have the sizes that the schedule needs."""
     check_stacked(params, "parameter", schedule)
     if not jax.tree.leaves(params):
         raise InputError("the stages have no parameters; give params with at least one array")
@@ -46,8 +34,8 @@ def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
     for leaf in jax.tree.leaves(activations):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
-                f"the activations hold {type_of(leaf)}, and activations must be floating-point; "
-                "pass other arrays as side inputs, which every stage reads"
+                f"the activations hold {states.type_of(leaf)}, and activations must be "
+                "floating-point; pass other arrays as side inputs, which every stage reads"
             )
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
@@ -58,10 +46,7 @@ def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
 
 
 def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
-    """Raises InputError unless arrays begin with the repeats and stages of a schedule.
-
-    - `what`: what to call them in the error.
-    """
+    """Raises InputError unless arrays begin with repeats and stages."""
     want = (schedule.repeats, schedule.stages)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.shape(leaf)[:2] != want:
@@ -73,73 +58,52 @@ def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
 
 
 def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
-    """The stage function as the loops call it, with checks of what a pipeline cannot support.
-
-    Those raise InputError for activations of another shape or dtype than the stage was given, for
-    metrics that do not say how they combine (see `metrics`), for a change of its parameters, which
-    would be lost after the visit, and for a state of another type than it was given. It returns
-    metrics as `Sum`, `Mean` and `Max` only, in float32 or wider.
-
-    - `has_state`: whether the stage function is also given a state, and returns it last.
-    """
+    """The stage function as the loops call it, with metrics combined and checks."""
 
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
-        x, state = moving[0], without_gradient(moving[1])
+        x, state = moving[0], states.without_gradient(moving[1])
         given = (x, side, state) if has_state else (x, side)
         before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
         with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
             result = apply_stage(params, *given)
         check_unchanged(before, params, lambda params: apply_stage(params, *given))
         if has_state:
-            result, written = _with_state(result)
-            check_written(state, written)
-            state = without_gradient(written)
+            *result, written = _unpacked(
+                result,
+                3,
+                "the function of a stage with a state",
+                "activations, metrics and the state, such as (x, None, state)",
+            )
+            states.check_written(state, written)
+            state = states.without_gradient(written)
         returned, metrics = check_passed_on(result, x, "the function of a stage", "stage")
         return (returned, state), of_visit(metrics)
 
     return apply
 
 
-def _with_state(result: Any) -> tuple[tuple[PyTree, PyTree], PyTree]:
-    if not isinstance(result, (tuple, list)) or len(result) != 3:
+def _unpacked(result: Any, number: int, who: str, wanted: str) -> Any:
+    if not isinstance(result, (tuple, list)) or len(result) != number:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
-        raise InputError(
-            f"the function of a stage with a state returned {found}; it must return activations, "
-            "metrics and the state, such as (x, None, state)"
-        )
-    x, metrics, state = result
-    return (x, metrics), state
+        raise InputError(f"{who} returned {found}; it must return {wanted}")
+    return result
 
 
 def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
-    """What a stage or a layer returned, as activations that may be passed on, and metrics.
-
-    - `result`: what it returned.
-    - `x`: the activations that it was given.
-    - `who`: what to call it in an error.
-    - `following`: what gets the activations next.
-
-    Raises InputError unless it is a pair, with activations of the same shapes and dtypes.
-    """
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+    """The activations and metrics that a stage or a layer returned."""
+    pair = "a pair, activations and metrics, such as (x, None)"
+    returned, metrics = _unpacked(result, 2, who, pair)
+    if not states.alike(x, returned):
+        given, found = states.types_of(x), states.types_of(returned)
         raise InputError(
-            f"{who} returned {found}; it must return a pair, activations and metrics, such as "
-            "(x, None)"
-        )
-    returned, metrics = result
-    if not alike(x, returned):
-        raise InputError(
-            f"{who} was given activations {types_of(x)} and returned {types_of(returned)}; both "
+            f"{who} was given activations {given} and returned {found}; both "
             f"must be the same, as the next {following} gets them"
         )
     return returned, metrics
 
 
 def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The function with an InputError unless it returns floating arrays."""
-
     @functools.wraps(enter)
     def apply(*given: Any) -> PyTree:
         x = enter(*given)
@@ -155,11 +119,9 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
-    """The function with an InputError unless it returns one float32 number.
+    """The function with an InputError unless it returns one float32 number."""
 
-    The losses of the microbatches add up in float32; one in bfloat16 would have lost digits before.
-    """
-
+    # Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
     @functools.wraps(leave)
     def apply(*given: Any) -> Array:
         loss = leave(*given)
@@ -181,17 +143,9 @@ def check_unchanged(
     function: Callable[..., Any],
     but: Callable[[Any], bool] | None = None,
 ) -> None:
-    """Raises InputError if a function replaced, added or removed an array of a tree.
-
-    - `before`: the arrays before the call, as `arrays_of` gives them.
-    - `tree`: what the function was called with.
-    - `function`: is called with such a tree.
-    - `but`: what of the tree it may change, as for `arrays_of`.
-
-    It detects statistics in variables that are no state, and values that a module sows. Flax's
-    `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives out. The
-    function is then traced once more, to see whether that is what went in.
-    """
+    """Refuses a function that replaced, added or removed an array of a tree, `but` state."""
+    # Flax's `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives
+    # out. The function is then traced once more, to see whether that is what went in.
     after = arrays_of(tree, but)
     changed = [name for name, leaf in after.items() if before.get(name) is not leaf]
     changed += [name for name in before if name not in after]
@@ -245,7 +199,6 @@ _IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not tr
 
 
 def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
-    """Raises InputError if two layers hold the same variable, which would become one for each."""
     others = {id(leaf) for _, leaf in _variables(another)}
     for path, leaf in _variables(layer):
         if id(leaf) in others:
@@ -257,11 +210,13 @@ def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
 
 
 def check_same(layer: nnx.Module, another: nnx.Module) -> None:
-    """Raises InputError if a function made two layers that differ in more than their values.
-
-    It is called once for all layers of a kind, so that all would be like the first one.
-    """
-    one, other = _described(layer), _described(another)
+    """Raises InputError if a function made two layers that differ in more than their values."""
+    # It is called once for all layers of a kind, so that all would be like the first one.
+    one, other = (
+        {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(each)}
+        | plain_attributes(each)
+        for each in (layer, another)
+    )
     for name in {**one, **other}:
         if one.get(name) != other.get(name):
             raise InputError(
@@ -272,16 +227,8 @@ def check_same(layer: nnx.Module, another: nnx.Module) -> None:
             )
 
 
-def _described(layer: nnx.Module) -> dict[str, str]:
-    types = {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(layer)}
-    return types | plain_attributes(layer)
-
-
 def check_attributes(before: dict[str, str], layer: Any) -> None:
-    """Raises InputError if a call changed a plain attribute of a layer, which would be lost.
-
-    - `before`: what `plain_attributes` gave before the call.
-    """
+    """Raises InputError if a call changed a plain attribute, which would be lost."""
     for name, value in plain_attributes(layer).items():
         if before.get(name) != value:
             raise InputError(
@@ -291,7 +238,7 @@ def check_attributes(before: dict[str, str], layer: Any) -> None:
 
 
 def plain_attributes(layer: Any) -> dict[str, str]:
-    """The attributes of a layer, and of the modules in it, that are numbers, texts or None."""
+    """The attributes of a layer and its modules that are numbers, texts or None."""
     if not isinstance(layer, nnx.Module):
         return {}
     return {
@@ -303,10 +250,7 @@ def plain_attributes(layer: Any) -> dict[str, str]:
 
 
 def check_layer_variables(layer: nnx.Module) -> None:
-    """Raises InputError if a layer holds one variable in two places, or an array in none.
-
-    In a pipeline the two places would become two variables, each with a gradient of its own.
-    """
+    """Refuses a variable in two places, which would become two, and an array in none."""
     for path, module in nnx.iter_modules(layer):
         for attribute, value in vars(module).items():
             # While JAX traces, Flax does not take such an array as a part of the tree.
@@ -320,7 +264,7 @@ def check_layer_variables(layer: nnx.Module) -> None:
     places: dict[int, str] = {}
     for path, leaf in _variables(layer):
         name = jax.tree_util.keystr(path)
-        if not isinstance(leaf, nnx.Variable):
+        if not is_variable(leaf):
             raise InputError(
                 f"a layer holds {_words(leaf)} in {name}, which is in no variable; {_IN_A_VARIABLE}"
             )
@@ -337,11 +281,7 @@ def check_layer_variables(layer: nnx.Module) -> None:
 def call_explained(
     function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
 ) -> Iterator[None]:
-    """Raises InputError if a call failed because the function does not take its arguments.
-
-    - `given`, `named`: the arguments, of which the names and the number count.
-    - `rule`: says what is called with what.
-    """
+    """Raises InputError if a call failed because the function does not take its arguments."""
     try:
         yield
     except TypeError as error:
@@ -370,16 +310,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
+    return jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
 
 
 def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by their paths.
-
-    - `but`: whether to leave out what is in a node of the tree, such as a variable of state.
-    """
+    """The leaves of a tree by their paths, without those in a node that `but` is true of."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
     nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
     return {
@@ -394,4 +329,4 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _words(leaf: Any) -> str:
-    return type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+    return states.type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -1,7 +1,6 @@
 """Turns the arrays that the functions of a pipeline close over into an explicit argument.
 
-A loop over ticks must know these arrays for two reasons. No tick changes them, so that no tick
-needs a copy of its own. And each has a gradient, which is summed over the ticks like a parameter's.
+No tick needs a copy of them, and each has a gradient, which is summed over the ticks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +19,10 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Program:
-    """A traced function: its jaxpr, and the structure of the pytree that it returns."""
-
     jaxpr: ClosedJaxpr
     gives: Any
 
     def __call__(self, captured: Sequence[Array], arguments: PyTree) -> Any:
-        """Runs the function with `captured` in the place of the arrays that it closed over."""
         program = ClosedJaxpr(self.jaxpr.jaxpr, [*captured])
         return jax.tree.unflatten(self.gives, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
 
@@ -34,17 +30,12 @@ class _Program:
 def hoist(
     functions: tuple[Function, ...], call: Callable[..., Any]
 ) -> tuple[tuple[Function, ...], tuple[list[Array], ...], tuple[ClosedJaxpr, ...]]:
-    """Gives functions a new first argument for the arrays that they close over.
+    """Gives functions of pytrees a new first argument for the arrays that they close over.
 
-    Returns the new functions, for each of them the list of arrays to pass as that argument
-    (constants and tracers of any dtype, whole on every stage), and what it was traced to. A
-    function with an empty list is called unchanged, so that the program is the one that it would be
-    without this function.
-
-    - `functions`: each from pytrees of arrays to a pytree of arrays.
-    - `call`: is given one stand-in for each new function, which ignores its first argument. It must
-      call all of them as the loop will, under `jax.eval_shape`, so that the arguments have the
-      shapes, dtypes and shardings that they have in the loop.
+    `call` is given a stand-in for each and must call all of them as the loop will, under
+    `jax.eval_shape`. Returns the new functions, for each the arrays to pass (constants and tracers
+    of any dtype, whole on every stage), and what it was traced to. A function with no arrays is
+    called unchanged, so that the program stays the same.
     """
     seen: list[list[_Program]] = [[] for _ in functions]
 
@@ -70,18 +61,13 @@ def hoist(
 
 
 def _with_closed(function: Function, program: _Program) -> Function:
-    def apply(captured: list[Array], *arguments: PyTree) -> Any:
-        return program(captured, arguments) if captured else function(*arguments)
-
-    return apply
+    return lambda captured, *given: program(captured, given) if captured else function(*given)
 
 
 def _on_mesh(leaf: Array) -> Array:
-    """The array placed on the mesh, so that the loop can add up its gradient in explicit mode.
-
-    The type of a numpy constant, or of an array on one device, names no mesh. A number that is
-    differentiated in forward mode comes as a Python number.
-    """
+    """The array placed on the mesh, so that the loop can add up its gradient in explicit mode."""
+    # The type of a numpy constant, or of an array on one device, names no mesh. A number that is
+    # differentiated in forward mode comes as a Python number.
     leaf = jnp.asarray(leaf)
     if is_explicit() and jax.typeof(leaf).sharding.mesh.empty:
         return place(leaf, P(*[None] * leaf.ndim))

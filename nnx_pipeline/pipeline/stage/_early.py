@@ -14,38 +14,34 @@ from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, NumberedLayer, Side, call_layer
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state
-from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, out_sharding, place, portable_key
+from nnx_pipeline.sharding.layout import (
+    Layout,
+    P,
+    is_variable,
+    mesh_sizes,
+    out_sharding,
+    place,
+    portable_key,
+)
 
 
 @dataclass(frozen=True)
 class EarlyLayers:
-    """Runs layers before those of a pipeline, on all devices at once.
+    """Runs `number` layers before those of a pipeline, on all devices at once.
 
-    Before the pipeline a batch is spread over the stages, each of which has some of its
-    microbatches. These layers work on it where it lies, on one microbatch of each stage at a time,
-    with weights that every stage has. What 1F1B puts into its loop is one microbatch, for which all
-    stages compute the same.
-
-    - `number`: how many there are.
-    - `first`: the number by which the first one makes its dropout keys; no layer of the pipeline
-      has this number or a later one.
-    - `layout`: how activations and weights are sharded, without copies.
-    - `copied`: how the activations of the pipeline are sharded, with its axis of copies if any.
-    - `remat`: what is saved of each layer for the backward pass.
+    They work on a batch that is spread over the stages where it lies, on one microbatch of each
+    stage at a time, with weights that every stage has. What 1F1B puts into its loop is one
+    microbatch, for which all stages compute the same.
     """
 
     number: int
-    first: int
-    layout: Layout
-    copied: Layout
+    first: int  # the first layer's number for dropout keys, above those of the pipeline
+    layout: Layout  # of activations and weights, without copies
+    copied: Layout  # of the pipeline's activations, with its axis of copies if any
     remat: Remat
 
     def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
-        """One module with all layers, in which each variable is `[layers, …]`.
-
-        - `layer`: makes one layer from random streams; its variables have logical axes.
-        - `rngs`: its `params` stream gives each layer a key of its own.
-        """
+        """One module with all layers, in which each variable is `[layers, …]`."""
         keys = jax.random.split(portable_key(rngs.params()), self.number)
         made = jax.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
 
@@ -55,20 +51,12 @@ class EarlyLayers:
             found.set_metadata("logical_axes", axes)
             return found
 
-        return jax.tree.map(stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return jax.tree.map(stacked, made, is_leaf=is_variable)
 
     def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
-        """All layers, one after the other, applied to a batch or to one microbatch.
-
-        - `layers`: a callable pytree of variables `[layers, …]`, as from `make`.
-        - `x`: activations, whose first axes are `axes`; the result is like it.
-        - `side`: what a layer reads besides x, with the same first axes; dropout keys as `keys`.
-        - `axes`: the logical axes in the place of the batch, as of `Batches.axes`, or without the
-          first those of one microbatch.
-
-        Layers with caches, `[layers, batch, …]` or `[layers, microbatches, batch, …]`, find there
-        what the call before left, and leave what the next one reads.
-        """
+        """All layers applied to a batch or a microbatch; first axes are as of `Batches.axes`."""
+        # Caches `[layers, batch, …]` or `[layers, microbatches, batch, …]` hold what the call
+        # before left.
         plain = tuple(axis for axis in axes if axis != "copy")
         caches = _caches(layers)
 
@@ -92,10 +80,7 @@ class EarlyLayers:
     def _on_batch(
         self, layers: Any, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
-        """All layers applied to `[batch, …]`, and what they leave in their caches.
-
-        - `caches`: `[layers, batch, …]` each.
-        """
+        """All layers applied to `[batch, …]`, with caches `[layers, batch, …]`."""
         stack = Stack(1, 1, self.number, self.number)
         in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
 
@@ -110,10 +95,8 @@ class EarlyLayers:
     def _on_stages(
         self, layers: Any, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
-        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own.
-
-        - `caches`: `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
-        """
+        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own."""
+        # Caches are `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
         stages = self.layout.size("microbatch")
         name = "stage" if stages > 1 else None
         if caches:
@@ -150,10 +133,7 @@ def _caches(layers: Any) -> list[nnx.Variable[Any]]:
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], spec: P) -> Array:
-    """A reshape after which each device has the numbers that it had before.
-
-    - `spec`: the sharding of the result. In explicit mode no type says this of a reshape that
-      merges or splits sharded axes, so that it has to be given.
-    """
+    """A reshape after which each device has the numbers that it had before."""
+    # In explicit mode no type gives the sharding of one that merges or splits sharded axes.
     y = jax.lax.reshape(x, shape, out_sharding=out_sharding(spec))
     return place(y, spec) if mesh_sizes() else y

@@ -12,13 +12,9 @@ from nnx_pipeline.lab.errors import InputError
 
 @contextlib.contextmanager
 def errors_explained() -> Iterator[None]:
-    """Raises InputError with the cure for two errors of JAX.
-
-    They are for an operation that it cannot type on a mesh with explicit axes, and for forward mode
-    through a derivative that is written by hand. Where the call of the pipeline is within a
-    `jax.jit`, JAX differentiates the program when this library has returned, and gives its own
-    error; to its public rules forward mode looks like the first half of reverse mode.
-    """
+    """Explains what JAX cannot type in explicit mode, and forward mode through a custom rule."""
+    # Within a `jax.jit` JAX differentiates the program when this library has returned, and gives
+    # its own error; to its public rules forward mode looks like the first half of reverse mode.
     try:
         yield
     except InputError:

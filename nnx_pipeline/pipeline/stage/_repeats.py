@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline.stage._vjp import add
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
@@ -24,16 +24,12 @@ class ByRepeat:
 
 
 def split_repeats(params: PyTree) -> PyTree:
-    """Parameters as a loop adds to them: `ByRepeat` for one or two repeats.
-
-    - `params`: `[repeats, stages, …]`; more than two repeats are returned as they are.
-
-    Of repeats in separate arrays a visit selects its weights by a `where`, and its gradient is
-    added in place to arrays of their own. With more repeats it reads a slice of one array, because
-    a `where` would read all repeats at each visit. For `mixtral-small` on a TPU v5p (libtpu
-    0.0.42.1), 2 repeats apart and as one array: temp 243 and 276 MB, 20.0 and 19.6 ms of compute,
-    the peak is the same; 4 repeats: temp 378 and 335 MB, peak 453 and 416 MB, 35.3 and 33.8 ms.
-    """
+    """Parameters `[repeats, stages, …]` as a loop adds to them: up to two repeats `ByRepeat`."""
+    # Of repeats in separate arrays a visit selects its weights by a `where`, and its gradient is
+    # added in place to arrays of their own. With more repeats it reads a slice of one array,
+    # because a `where` would read all. For `mixtral-small` on a TPU v5p (libtpu 0.0.42.1), 2
+    # repeats apart and as one array: temp 243 and 276 MB, 20.0 and 19.6 ms of compute, the peak is
+    # the same; 4 repeats: temp 378 and 335 MB, peak 453 and 416 MB, 35.3 and 33.8 ms.
     leaves = jax.tree.leaves(params)
     repeats = leaves[0].shape[0] if leaves else 1  # integers alone have a gradient without arrays
     if repeats > APART:
@@ -46,26 +42,18 @@ def split_repeats(params: PyTree) -> PyTree:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class ReadWhole:
-    """Parameters that are read from one array, and whose gradients are those of `apart`.
-
-    - `whole`: `[repeats, stages, …]`, without a gradient.
-    - `apart`: the same values as `split_repeats` returns them, which nothing reads.
-    """
+    """Parameters read from one array, with the gradients of `apart`, which nothing reads."""
 
     whole: PyTree
     apart: PyTree
 
 
 def split_to_read(params: PyTree, *, cast_at_use: bool) -> PyTree:
-    """Parameters in the form in which a loop reads them: apart, or one array of two repeats.
-
-    - `params`: `[repeats, stages, …]`.
-    - `cast_at_use`: whether layers cast parameters where they read them. Two repeats apart take a
-      copy. Else the compiler makes that copy in the dtype to which all layers cast;
-      with a cast at the use it would be as large as the parameters, and a slice of the array that
-      is there needs none. With `mixtral-small`, `model.experts=grouped` and `model.attention=flash`
-      (2 repeats, TPU v5p, libtpu 0.0.42.1) copies in bfloat16 are 27 MB and those in float32 50.
-    """
+    """Parameters `[repeats, stages, …]` as a loop reads them: apart, or one array of two."""
+    # Two repeats apart take a copy. The compiler makes it in the dtype to which all layers cast,
+    # unless layers `cast_at_use`: then a slice of the array that is there needs none. With
+    # `mixtral-small`, `model.experts=grouped` and `model.attention=flash` (2 repeats, TPU v5p,
+    # libtpu 0.0.42.1) copies in bfloat16 are 27 MB and those in float32 50.
     split = split_repeats(params)
     if not (cast_at_use and isinstance(split, ByRepeat) and len(split.trees) > 1):
         return split
@@ -84,18 +72,14 @@ def _read_whole_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
 
 
 def join_repeats(split: PyTree) -> PyTree:
-    """The inverse of `split_repeats`: arrays `[repeats, stages, …]`; None stays None."""
+    """The inverse of `split_repeats`; None stays None."""
     if not isinstance(split, ByRepeat):
         return split
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *split.trees)
 
 
 def select(split: PyTree, repeat: Array) -> PyTree:
-    """The parameters of each stage for the repeat that it is at, `[stages, …]`.
-
-    - `split`: as `split_repeats` returns them.
-    - `repeat`: int32 `[stages]`, sharded over `stage`.
-    """
+    """The parameters of each stage for the repeat that it is at, `[stages, …]`."""
     if isinstance(split, ReadWhole):
         return _read_whole(split, repeat)
     if not isinstance(split, ByRepeat):
@@ -107,12 +91,7 @@ def select(split: PyTree, repeat: Array) -> PyTree:
 
 
 def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
-    """Adds the gradient of each stage to the total of the repeat that the stage is at, in place.
-
-    - `totals`: in the form that `split_repeats` gives them; None in the place of integers.
-    - `gradients`: `[stages, …]`.
-    - `repeat`: int32 `[stages]`, sharded over `stage`.
-    """
+    """Adds the gradients `[stages, …]` to the total of the repeat that each stage is at."""
     if not isinstance(totals, ByRepeat):
         return at_repeat(totals, repeat, add(select_repeat(totals, repeat), gradients))
     if len(totals.trees) == 1:

@@ -16,28 +16,16 @@ from nnx_pipeline.sharding.layout import P, is_explicit
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the sequences of a layer's call are cut into parts.
+    """How each device cuts the sequences of a layer's call into parts."""
 
-    Each device cuts its own sequences, so that none is sent to another device. No part waits for
-    another: while one waits for a collective, such as the all-to-all of experts, another computes.
-
-    - `parts`: how many there are.
-    - `devices`: over how many devices the batch of a call is spread.
-    - `whole`: the names of what a layer reads besides activations that has no axis of the batch.
-    """
-
+    # No part waits for another: while one waits for a collective, such as the all-to-all of
+    # experts, another computes.
     parts: int
     devices: int
     whole: frozenset[str]
 
     def __call__(self, layer: Callable[..., Any], x: PyTree, **side: Any) -> Any:
-        """What `layer(x, **side)` returns, computed part by part.
-
-        - `x`: activations `[batch, …]`, or a pytree of them.
-        - `side`: what the layer reads besides x.
-
-        Raises InputError for sequences of a device that do not split into the parts.
-        """
+        """What `layer(x, **side)` returns, computed part by part."""
         xs = self._cut(x)
         sides: list[dict[str, Any]] = [{} for _ in xs]
         for name, value in side.items():
@@ -93,11 +81,7 @@ class BatchSplit:
 
 
 def _reshaped(x: Array, leading: tuple[int, ...], same: int) -> Array:
-    """An array with other leading axes, of which the first stays on the devices that it is on.
-
-    - `leading`: the new ones.
-    - `same`: how many of the last axes stay as they are.
-    """
+    """Other leading axes, the first on the same devices; the last `same` axes stay."""
     shape = (*leading, *x.shape[x.ndim - same :])
     if not is_explicit():
         return x.reshape(shape)

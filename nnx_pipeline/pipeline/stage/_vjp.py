@@ -1,7 +1,4 @@
-"""The forward and the backward pass of a visit as two functions, with residuals as arrays.
-
-So a loop can store the residuals in a buffer of its own, or pass them to another loop.
-"""
+"""The forward and the backward pass of a visit as two functions, with residuals as arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,36 +30,23 @@ class _Types:
 
 
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
-    """The result of `function(again, x)`, and the residuals of its derivative.
-
-    - `function`: its own `jax.checkpoint` decides what the residuals are; without one they are
-      everything that the derivative reads.
-    - `again`: arguments that `backward_from` is given again, so that they are not saved.
-    - `x`: the other argument, which is saved if the derivative reads it.
-
-    The residuals are a pytree of arrays, to be stored and given to `backward_from`, which may run
-    in another loop.
-    """
+    """The result of `function(again, x)`, and the residuals of its derivative as arrays."""
+    # Its own `jax.checkpoint` decides what they are. Arrays of `again` are not saved:
+    # `backward_from`, which may run in another loop, is given them again.
     out, linear = jax.linearize(function, again, x)
     # A residual that is an array of `again` itself is found by its identity.
     places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
-
-    def store(leaf: Array) -> Array | _ResupplyArg:
-        return _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf
-
+    stored = jax.tree.map(
+        lambda leaf: _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf, linear
+    )
     types, tree = jax.tree.flatten(jax.eval_shape(lambda x: x, x))
-    return out, (jax.tree.map(store, linear), _Types(tuple(types), tree))
+    return out, (stored, _Types(tuple(types), tree))
 
 
 def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
-    """The cotangents of `again` and of `x` of a call of `forward_keeping`; None for integers.
-
-    - `residuals`: the residuals that the call returned.
-    - `again`: the same arguments as in the call.
-    - `cotangents`: of the result of the call; None for a leaf whose gradient is not asked for. The
-      derivative then leaves this leaf out: with zeros instead, an infinite derivative would give
-      0 times infinity, which is NaN.
-    """
+    """The cotangents of `again` and `x` of a call of `forward_keeping`; None for integers."""
+    # A cotangent that is None is not asked for, and is left out: with zeros instead, an infinite
+    # derivative would give 0 times infinity, which is NaN.
     leaves = jax.tree.leaves(again)
 
     def restore(leaf: Array | _ResupplyArg) -> Array:
@@ -100,11 +84,7 @@ def argument_of(residuals: PyTree) -> PyTree:
 
 def none_for_integers(cotangents: PyTree) -> PyTree:
     """The cotangents with None in the place of float0 arrays, which stand for integers."""
-
-    def one(leaf: Any) -> Array | None:
-        return None if leaf.dtype == jax.dtypes.float0 else leaf
-
-    return jax.tree.map(one, cotangents)
+    return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, cotangents)
 
 
 def _with_nones(tree: PyTree) -> list[Any]:
@@ -112,17 +92,12 @@ def _with_nones(tree: PyTree) -> list[Any]:
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether an array is of a dtype that has a gradient: floating or complex."""
+    """Whether an array has a gradient: floating or complex."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
-    """Gradient accumulators of zeros, shaped and sharded like the arrays of `tree`.
-
-    - `tree`: any pytree of arrays; an array of integers gets None.
-    - `like`: the same tree of arrays, for the dtypes of the accumulators.
-    - `dtype`: a dtype for all accumulators in the place of those of `like`.
-    """
+    """Accumulators like `tree`, of `dtype` or of the dtypes of `like`; None for integers."""
 
     def one(leaf: Array, like: Array) -> Array | None:
         return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
@@ -131,44 +106,30 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:
-    """Adds gradients to accumulators, in the dtype of the accumulators.
-
-    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers, and of what
-      has no gradient asked for, of which the gradient is dropped.
-    - `gradients`: the same tree with the same shapes, in any floating dtypes.
-    """
-
-    def one(total: Array | None, gradient: Any) -> Array | None:
-        return None if total is None else total + gradient.astype(total.dtype)
-
-    return jax.tree.map(one, totals, gradients, is_leaf=lambda leaf: leaf is None)
+    """Adds gradients in the dtype of the totals; where a total is None the gradient is dropped."""
+    return jax.tree.map(
+        lambda total, new: None if total is None else total + new.astype(total.dtype),
+        totals,
+        gradients,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def only(needed: PyTree, totals: PyTree) -> PyTree:
-    """The accumulators of what has a gradient asked for, and None for everything else.
-
-    - `needed`: bool in the place of each array.
-    - `totals`: a tree of arrays, and perhaps None, of the same structure.
-    """
+    """The totals of what has a gradient asked for, and None for everything else."""
     return jax.tree.map(lambda yes, total: total if yes else None, needed, totals)
 
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
-    """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
-
-    - `gradients`: arrays of any floating dtype, and None in the place of integers, and of arrays
-      whose gradient is not asked for, which get zeros that JAX drops.
-    - `primals`: the arguments that these are the gradients of.
-    """
-
-    def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
-        return _none_of(primal) if gradient is None else gradient.astype(primal.dtype)
-
-    return jax.tree.map(one, primals, gradients)
+    """As `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers."""
+    return jax.tree.map(
+        lambda primal, new: _none_of(primal) if new is None else new.astype(primal.dtype),
+        primals,
+        gradients,
+    )
 
 
 def no_gradient(primals: PyTree) -> PyTree:
-    """The cotangents of arrays that have no gradient, as `jax.custom_vjp` requires them."""
     return jax.tree.map(_none_of, primals)
 
 

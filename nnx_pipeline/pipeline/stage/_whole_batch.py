@@ -11,14 +11,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import given_out
-from nnx_pipeline.pipeline.stage.layers import (
-    LayerResult,
-    NumberedLayer,
-    Side,
-    StageLayers,
-    call_layer,
-    of_all_kinds,
-)
+from nnx_pipeline.pipeline.stage import layers as stages
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 
@@ -26,31 +19,23 @@ from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 def run_whole_batch(
     kinds: list[Any],
     x: PyTree,
-    side: Side,
+    side: stages.Side,
     stored: list[Any] | None,
     *,
-    stage: StageLayers,
+    stage: stages.StageLayers,
     copies_of: Callable[[Any], Any],
 ) -> tuple[Any, ...]:
-    """Applies all layers to the whole batch; the result is that of `Runner.run`.
-
-    If ZeRO-1 shards the gradients, the layers run in copies. These are made layer by layer, so that
-    the full gradient of only one layer exists at a time.
-
-    - `kinds`: the stack of each kind of layers, `[repeats, 1, layers, …]`.
-    - `x`, `side`: activations and side inputs, laid out as for a whole batch.
-    - `stored`: the state of the layers as `split_state` gives it; None for none.
-    - `stage`: applies the layers.
-    - `copies_of`: gives the copies of one layer.
-    """
+    """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
+    # If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one
+    # layer, so that the full gradient of only one layer exists at a time.
     state = None if stored is None else _of_one_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
     call = functools.partial(
-        call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
+        stages.call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
     )
 
-    def in_copies(x: PyTree, stacked: NumberedLayer) -> tuple[PyTree, LayerResult]:
-        def one(layer: Any, x: PyTree, side: Side) -> tuple[PyTree, LayerResult]:
+    def in_copies(x: PyTree, stacked: stages.NumberedLayer) -> tuple[PyTree, stages.LayerResult]:
+        def one(layer: Any, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
             return call(x, stacked._replace(layer=layer), {**side, **stage.shared})
 
         mapped = jax.vmap(one, spmd_axis_name=copies)
@@ -58,10 +43,10 @@ def run_whole_batch(
         return x, result
 
     numbers = [jnp.asarray(stack.numbers(kind)) for kind in range(len(kinds))]
-    whole = tuple(map(NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
+    whole = tuple(map(stages.NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
     x, found = stage.in_turn(apply, in_order(whole, stack), x)
-    metrics, written = of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
+    metrics, written = stages.of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
     total = given_out(metrics, x)
     if stored is None or state is None:
         return x, total
@@ -73,10 +58,7 @@ def run_whole_batch(
 
 
 def _of_one_microbatch(state: list[Any]) -> list[Array]:
-    """The state of layers that all microbatches go through at once.
-
-    Raises InputError for caches of several microbatches.
-    """
+    """Refuses caches of several microbatches."""
     found = []
     for leaf in state:
         if isinstance(leaf, PerMicrobatch):
@@ -91,16 +73,12 @@ def _of_one_microbatch(state: list[Any]) -> list[Array]:
 
 
 def in_order(tree: PyTree, stack: Stack) -> PyTree:
-    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them.
+    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
 
-    - `stack`: which layer is where. Padding is left out, but for that of the last layers of some
-      kinds where the last layer is of another.
-    """
-
-    def one(leaf: Array) -> Array:
-        return leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:])
-
-    tree = jax.tree.map(one, tree)
+    # Padding is left out, but for the last layers of some kinds where the last is of another.
+    tree = jax.tree.map(
+        lambda leaf: leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:]), tree
+    )
     if not stack.padding:
         return tree
     count = -(-stack.layers // stack.kinds)
@@ -108,11 +86,7 @@ def in_order(tree: PyTree, stack: Stack) -> PyTree:
 
 
 def written_back(stacked: Array, new: Array) -> Array:
-    """A stack in which the first layers have new values; the rest is padding.
-
-    - `stacked`: `[repeats, 1, layers per stage, …]`.
-    - `new`: `[layers, …]`, as `in_order` gives them.
-    """
+    """`[repeats, 1, layers per stage, …]` with new values `[layers, …]`; the rest is padding."""
     rest = stacked.reshape(-1, *stacked.shape[3:])[new.shape[0] :]
     everything = jnp.concatenate([new, rest]) if rest.shape[0] else new
     return everything.reshape(stacked.shape)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.lab._tracing.jaxpr import inner_jaxprs, with_bodies
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
-from nnx_pipeline.pipeline.stage._convolutions import without_convolutions
-from nnx_pipeline.sharding.layout import P, manual_axes, mesh_sizes, spec_of
+from nnx_pipeline.sharding.layout import P, is_explicit, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with
 # a state it is the last argument, and the last of three results
@@ -40,12 +40,10 @@ def map_stages(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_row(index: Array, leaf: Array) -> Array:
-    """`leaf[index]` for an index array of length 1, as a dynamic slice.
-
-    The transpose of a gather adds up the gradients of a repeat by a scatter, that of a slice writes
-    them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and XLA for
-    H100, experiment `repeat-select`).
-    """
+    """`leaf[index]` for an index array of length 1, as a dynamic slice."""
+    # The transpose of a gather adds up the gradients of a repeat by a scatter, that of a slice
+    # writes them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and
+    # XLA for H100, experiment `repeat-select`).
     row: Array = jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
     return row
 
@@ -53,26 +51,14 @@ def read_row(index: Array, leaf: Array) -> Array:
 def select_repeat(
     params: PyTree, repeat: Array, read: Callable[[Array, Array], Array] = read_row
 ) -> PyTree:
-    """Selects the parameters of each stage's repeat: `[repeats, stages, …]` to `[stages, …]`.
-
-    Every stage reads from its own shard; nothing is sent.
-
-    - `params`: `[repeats, stages, …]`.
-    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
-    - `read`: takes one repeat out of a stage's shard.
-    """
+    """The parameters of each stage's repeat: `[repeats, stages, …]` to `[stages, …]`."""
     if jax.tree.leaves(params)[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
     return _each_stage(read, repeat, (params,), stage_axes=(1,))
 
 
 def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
-    """Replaces each stage's entry of its own repeat.
-
-    - `params`: `[repeats, stages, …]`.
-    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
-    - `new`: the new entries, `[stages, …]`.
-    """
+    """Replaces each stage's entry of its own repeat: `[stages, …]` in `[repeats, stages, …]`."""
 
     def put(repeat: Array, leaf: Array, new: Array) -> Array:
         return jnp.expand_dims(leaf.at[repeat].set(new[None], **_WITHIN), 1)
@@ -81,21 +67,12 @@ def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
 
 
 def select_slot(tree: PyTree, slot: Array) -> PyTree:
-    """Reads a slot of its own on each stage: `[stages, slots, …]` to `[stages, …]`.
-
-    - `tree`: buffers, sharded over the mesh axis `stage` along their first axis.
-    - `slot`: int32 `[stages]`, the number of the slot that each stage reads.
-    """
+    """Reads a slot of its own on each stage: `[stages, slots, …]` to `[stages, …]`."""
     return _each_stage(read_row, slot, (tree,), stage_axes=(0,))
 
 
 def at_slot(tree: PyTree, slot: Array, new: PyTree) -> PyTree:
-    """Replaces a slot of its own on each stage.
-
-    - `tree`: buffers `[stages, slots, …]`, as for `select_slot`.
-    - `slot`: int32 `[stages]`, the number of the slot that each stage writes.
-    - `new`: the new entries, `[stages, …]`.
-    """
+    """Replaces a slot of its own on each stage: `[stages, …]` in `[stages, slots, …]`."""
 
     def put(slot: Array, leaf: Array, new: Array) -> Array:
         return jnp.expand_dims(jax.lax.dynamic_update_index_in_dim(leaf, new, slot[0], axis=0), 0)
@@ -110,14 +87,9 @@ def _each_stage(
     *,
     stage_axes: tuple[int, ...],
 ) -> PyTree:
-    """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent.
-
-    - `function`: gets an index of shape `[1]` and leaves without the axis of stages; its result has
-      an axis of stages of length 1.
-    - `index`: integers `[stages]`.
-    - `trees`: pytrees with the same number of leaves, of which each call gets one of each.
-    - `stage_axes`: the position of the axis of stages, for each tree.
-    """
+    """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent."""
+    # It gets an index `[1]` and leaves without the axis of stages, which is at `stage_axes` in each
+    # tree; its result has an axis of stages of length 1.
     columns = [jax.tree.leaves(tree) for tree in trees]
     index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
 
@@ -128,43 +100,35 @@ def _each_stage(
     def local(index: Array, *columns: list[Array]) -> list[Array]:
         return [one_stage(index, *leaves) for leaves in zip(*columns, strict=True)]
 
+    def stage_by_stage(*leaves: Array) -> Array:
+        stages = [
+            one_stage(
+                index[at : at + 1],
+                *(
+                    jax.lax.slice_in_dim(leaf, at, at + 1, axis=axis)
+                    for leaf, axis in zip(leaves, stage_axes, strict=True)
+                ),
+            )
+            for at in range(index.shape[0])
+        ]
+        return jnp.concatenate(stages, axis=0 if len(trees) == 1 else stage_axes[0])
+
     if mesh_sizes().get("stage", 1) > 1:
         specs = [
             [spec_of(leaf, stage_axis=axis) for leaf in leaves]
             for leaves, axis in zip(columns, stage_axes, strict=True)
         ]
-        out = [_without(spec, 1 - stage_axes[0]) if len(trees) == 1 else spec for spec in specs[0]]
+        out = specs[0]
+        if len(trees) == 1:  # what is read has no axis of repeats or slots
+            at = 1 - stage_axes[0]
+            out = [P(*spec[:at], *spec[at + 1 :]) for spec in out]
         everywhere = jax.shard_map(
             local, in_specs=(P("stage"), *specs), out_specs=out, axis_names=manual_axes()
         )
         new = everywhere(index, *columns)
     else:
-        groups = zip(*columns, strict=True)
-        new = [_stage_by_stage(one_stage, index, group, stage_axes) for group in groups]
+        new = [stage_by_stage(*leaves) for leaves in zip(*columns, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(trees[0]), new)
-
-
-def _stage_by_stage(
-    one_stage: Callable[..., Array],
-    index: Array,
-    leaves: tuple[Array, ...],
-    stage_axes: tuple[int, ...],
-) -> Array:
-    new = [
-        one_stage(
-            index[stage : stage + 1],
-            *(
-                jax.lax.slice_in_dim(leaf, stage, stage + 1, axis=axis)
-                for leaf, axis in zip(leaves, stage_axes, strict=True)
-            ),
-        )
-        for stage in range(index.shape[0])
-    ]
-    return jnp.concatenate(new, axis=0 if len(leaves) == 1 else stage_axes[0])
-
-
-def _without(spec: P, axis: int) -> P:
-    return P(*spec[:axis], *spec[axis + 1 :])
 
 
 def run_sequential(
@@ -175,8 +139,7 @@ def run_sequential(
     - `apply_stage`: as for `run_pipeline`; it must wrap its metrics in `Sum`, `Mean` or `Max`, as
       `MicrobatchMean` is not supported.
     - `params`: `[repeats, stages, …]`.
-    - `microbatches`: the activations that enter the first stage, `[microbatches, …]`.
-    - `side_inputs`: what every stage reads besides, `[microbatches, …]`; None for nothing.
+    - `microbatches`, `side_inputs`: `[microbatches, …]`; None for no side inputs.
 
     Returns the outputs `[microbatches, …]` and the metrics of all visits combined, as
     `run_pipeline` does. It uses no mesh and no overlap.
@@ -211,3 +174,39 @@ def run_sequential(
 
 def _at(tree: PyTree, index: int | tuple[int, int]) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+SHARED, COPIES = ("data", "fsdp", "expert"), ("tensor", "context")
+
+
+def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a stage, with an InputError where it has a convolution that goes wrong."""
+    # A convolution that is mapped over stages becomes one with groups. Where the batch is sharded
+    # too and a further mesh axis holds copies, XLA adds the gradient of the kernel up over these
+    # copies as well (jaxlib 0.10.2 and 0.12.0.1 on the CPU; see
+    # tests/pipeline/test_convolutions.py). On meshes with explicit axes JAX itself refuses it.
+    sizes = mesh_sizes()
+    shared, copies = (
+        " and ".join(axis for axis in axes if sizes.get(axis, 1) > 1) for axes in (SHARED, COPIES)
+    )
+    if sizes.get("stage", 1) == 1 or not shared or not copies or is_explicit():
+        return apply_stage
+
+    @functools.wraps(apply_stage)
+    def checked(*args: Any) -> Any:
+        if _has_convolution(jax.make_jaxpr(apply_stage)(*args)):
+            raise InputError(
+                "a layer has a convolution, and XLA gets the gradient of its kernel wrong on a "
+                f"mesh with stages, a batch that is sharded over {shared}, and copies along "
+                f"{copies}; take a mesh in which {copies} is 1, or write the convolution as a sum "
+                "of shifted products"
+            )
+        return apply_stage(*args)
+
+    return checked
+
+
+def _has_convolution(program: Any) -> bool:
+    inside = (body for equation in with_bodies(program) for body in inner_jaxprs(equation))
+    equations = (equation for body in (program.jaxpr, *inside) for equation in body.eqns)
+    return any(equation.primitive.name == "conv_general_dilated" for equation in equations)

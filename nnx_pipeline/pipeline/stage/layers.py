@@ -12,17 +12,10 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import declared, over_kinds
-from nnx_pipeline.pipeline.stage._checks import (
-    arrays_of,
-    call_explained,
-    check_attributes,
-    check_passed_on,
-    check_unchanged,
-    plain_attributes,
-)
+from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._split import BatchSplit
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state, state_after, state_of_kinds
@@ -33,6 +26,7 @@ from nnx_pipeline.sharding.layout import (
     P,
     gather_weight,
     is_explicit,
+    is_variable,
     with_layout,
 )
 
@@ -48,13 +42,7 @@ UNROLLED = 4
 
 @dataclass(frozen=True)
 class LayersInTurn:
-    """Applies several layers one after the other.
-
-    - `number`: the number of layers.
-    - `kinds`: how many kinds of layers take turns.
-    - `remat`: what to keep of each layer for the backward pass.
-    - `in_ticks`: whether a tick of a loop applies them, which has a checkpoint of its own.
-    """
+    """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick."""
 
     number: int
     kinds: int
@@ -63,34 +51,22 @@ class LayersInTurn:
 
     @property
     def apart(self) -> bool:
-        """Whether the layers are separate arrays and unrolled, instead of stacked and scanned.
-
-        A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
-        weights of each out of the stack, and put its gradient into a stack of the visit, which
-        is stored next to the accumulators until the visit is over. Of layers apart each gradient is
-        added as soon as it is complete. The cost is that compile time grows with the number of
-        layers. For `mixtral-small` on a TPU v5p (libtpu
-        0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and 258 MB, 23.3 and 20.5 ms
-        of compute.
-
-        Any number is unrolled if each is of a kind of its own, and if some of what the layers
-        compute is offloaded, because no compiler sends a value from a loop inside another loop to
-        the host.
-        """
+        """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
+        # A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
+        # weights of each out of the stack, and put its gradient into a stack of the visit, which is
+        # stored next to the accumulators until the visit is over. Of layers apart each gradient is
+        # added as soon as it is complete; compile time grows with their number. For `mixtral-small`
+        # on a TPU v5p (libtpu 0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and
+        # 258 MB, 23.3 and 20.5 ms of compute. Any number is unrolled if each is of a kind of its
+        # own, and if some of what the layers compute is offloaded, because no compiler sends a
+        # value from a loop inside another loop to the host.
         few = self.number <= UNROLLED or bool(self.remat.offloaded) or self.number == self.kinds
         return self.in_ticks and self.number > 1 and few
 
     def __call__(
         self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Applies all layers to x; returns the result, and the metrics of each.
-
-        The metrics are a tuple with an entry `[layers of the kind, …]` for each kind.
-
-        - `apply`: (x, layer) to (x, metrics).
-        - `layers`: all of them if they are `apart`, else the stack of each kind, `[layers of
-          the kind, …]`.
-        """
+        """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
 
         def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, tuple[PyTree, ...]]:
             found = []
@@ -124,24 +100,19 @@ def _named(tree: PyTree, name: str) -> PyTree:
 
 
 def _stacked(trees: Sequence[PyTree]) -> PyTree:
-    """Trees of the same kind of layer as one.
-
-    The functions in them, as of a `MicrobatchMean`, may be made anew at each call, and those of the
-    first are taken, as a scan does.
-    """
+    """Trees of the same kind of layer as one."""
+    # The functions in them, as of a `MicrobatchMean`, may be made anew at each call, and those of
+    # the first are taken, as a scan does.
     leaves = zip(*map(jax.tree.leaves, trees), strict=True)
     return jax.tree.unflatten(jax.tree.structure(trees[0]), [jnp.stack(each) for each in leaves])
 
 
 @jax.custom_jvp
 def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns its arguments, and makes the backward pass wait for the gradient of `layer`.
-
-    The layers before it get their cotangent only when that gradient is complete. A compiler may
-    otherwise put off the gradients of all layers, and hold everything that they are made of: with 4
-    layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1) is 317 MB with it and
-    467 without, for 2 % more compute.
-    """
+    """Returns its arguments, and makes the backward pass wait for the gradient of `layer`."""
+    # A compiler may otherwise put off the gradients of all layers, and hold everything that they
+    # are made of: with 4 layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1)
+    # is 317 MB with it and 467 without, for 2 % more compute.
     return x, layer
 
 
@@ -174,13 +145,10 @@ class LayerPlace(NamedTuple):
 
     @classmethod
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
-        """The place of a layer by its number.
-
-        - `layer`: its number, an int32 scalar. Padding is told that it is the last layer of its
-          kind: of a number that the model does not have, a layer may make what is infinite, as by
-          1 / (layers - number), and then even a discarded result makes a gradient NaN.
-        - `stack`: which layer is where.
-        """
+        """The place of a layer by its number, an int32 scalar."""
+        # Padding is told that it is the last layer of its kind: of a number that the model does not
+        # have, a layer may make what is infinite, as by 1 / (layers - number), and then even a
+        # discarded result makes a gradient NaN.
         each, stages = stack.per_stage, stack.stages
         real = layer
         if stack.padding:
@@ -190,12 +158,10 @@ class LayerPlace(NamedTuple):
 
 
 def gathered_for_use(layer: Any) -> Any:
-    """The layer with weights whole along the mesh axes that shard the batch, in explicit mode.
-
-    It is for layers that know nothing of the mesh and whose weights are sharded by Flax's metadata.
-    Types would not let them multiply activations and weights that are sharded over the same mesh
-    axis. In auto mode the compiler gathers such weights. Other layers gather their own.
-    """
+    """The layer with weights whole along the mesh axes that shard the batch, in explicit mode."""
+    # It is for layers that know nothing of the mesh and whose weights are sharded by Flax's
+    # metadata. Types would not let them multiply activations and weights that are sharded over the
+    # same mesh axis. In auto mode the compiler gathers such weights. Other layers gather their own.
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
@@ -206,7 +172,7 @@ def gathered_for_use(layer: Any) -> Any:
         used = P(*(_without(entry, AXES_OF_BATCH) for entry in spec))
         return variable.replace(gather_weight(variable.get_value(), spec, used))
 
-    return jax.tree.map(one, layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(one, layer, is_leaf=is_variable)
 
 
 def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
@@ -250,36 +216,24 @@ def call_layer(
     microbatches: int = 1,
     split: BatchSplit | None = None,
 ) -> tuple[PyTree, LayerResult]:
-    """Applies one layer; returns its activations, and what else it gives.
-
-    - `x`: `[batch, …]`, or a pytree of such arrays.
-    - `numbered`: the layer. Its keys for dropout are made from those of the batch and its number,
-      and so is its `place`, if it takes one.
-    - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
-    - `stack`: which layer is where.
-    - `microbatches`: how many microbatches x holds.
-    - `split`: how the batch is cut into parts; None computes it at once.
-
-    A layer that is padding leaves activations and state as they are; its metrics mean nothing.
-    """
+    """Applies one layer to `[batch, …]`, which holds so many microbatches."""
+    # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     layer, number, state = numbered
     keys = side.get("keys")
     own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
         own["place"] = LayerPlace.of(number, stack)
-    layer, everything = (
-        gathered_for_use(join_state(layer, without_gradient(state))),
-        {**side, **own},
-    )
+    layer = gathered_for_use(join_state(layer, without_gradient(state)))
+    everything = {**side, **own}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
-    before, attributes = arrays_of(layer, is_state), plain_attributes(layer)
-    with call_explained(layer, (x,), everything, rule):
+    before, attributes = checks.arrays_of(layer, is_state), checks.plain_attributes(layer)
+    with checks.call_explained(layer, (x,), everything, rule):
         result = layer(x, **everything) if split is None else split(layer, x, **everything)
-    check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
-    check_attributes(attributes, layer)
-    y, metrics = check_passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
+    checks.check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
+    checks.check_attributes(attributes, layer)
+    y, metrics = checks.check_passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
     written = without_gradient(state_after(layer, state))
     check_written(state, written)
     real = None
@@ -291,15 +245,7 @@ def call_layer(
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The function of a stage: applies its layers to one microbatch, once per copy of the weights.
-
-    - `stack`: which layer is where.
-    - `in_turn`: applies the layers of a stage one after the other.
-    - `layout`: the layout in which they run. With an axis of copies the weights and x have one too.
-    - `split`: as for `call_layer`.
-    - `shared`: the side inputs that have no axis of the batch.
-    - `microbatches`: how many microbatches go through the layers at once.
-    """
+    """The function of a stage: applies its layers to a microbatch, once per copy of the weights."""
 
     stack: Stack
     in_turn: LayersInTurn
@@ -311,11 +257,7 @@ class StageLayers:
     def __call__(
         self, stack: Any, x: PyTree, side: Side, state: list[Array] | None = None
     ) -> tuple[Any, ...]:
-        """As for `run_pipeline`.
-
-        - `stack`: the layers of the stage, as `StackedLayers.stacked` gives them.
-        - `state`: the state of the layers, `[layers per stage, …]` each.
-        """
+        """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
         if self.in_turn.apart:
@@ -348,13 +290,7 @@ def of_all_kinds(
     copies: int | None = None,
     calls: int | None = None,
 ) -> tuple[PyTree, list[Array]]:
-    """The metrics of a call of all layers of a stage, and their state.
-
-    - `found`: what `call_layer` returned besides the activations, for each kind.
-    - `stack`: which layer is where.
-    - `copies`: the position of the axis of copies; None if there is no such axis.
-    - `calls`: into how many calls all layers are divided; None for the visits of a loop.
-    """
+    """Metrics and state of all layers of a stage, in `calls` calls or the visits of a loop."""
     calls = calls or stack.visits
     metrics = over_kinds(
         [result.metrics for result in found],

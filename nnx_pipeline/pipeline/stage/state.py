@@ -1,11 +1,10 @@
 """State of the layers that is no parameter: each visit reads it, and may write it anew.
 
-Running statistics and the counters of random numbers are such state. A stage works on the
-microbatches one after the other, so it leaves a state as a loop over microbatches would: the
-visit of one microbatch reads what the one before it wrote, or, of what is `PerMicrobatch`, what was
-there of this microbatch. State has no gradient.
+The visit of one microbatch reads what the one before it wrote, or, of what is `PerMicrobatch`, what
+was there of this microbatch. State has no gradient.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
@@ -50,6 +49,13 @@ class PerMicrobatch:
     value: PyTree
 
 
+def _is_own(leaf: Any) -> bool:
+    return isinstance(leaf, PerMicrobatch)
+
+
+_map = functools.partial(jax.tree.map, is_leaf=_is_own)
+
+
 class At(NamedTuple):
     """Which visit each stage makes at a tick, `[stages]` each, sharded over `stage`."""
 
@@ -59,39 +65,26 @@ class At(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """The state of all layers in a loop, `[repeats, stages, …]`; it may have no arrays.
-
-    What is `PerMicrobatch` is `[repeats · microbatches, stages, …]` here.
-    """
+    """The state of all layers; `PerMicrobatch` is `[repeats · microbatches, stages, …]`."""
 
     now: PyTree
     first: PyTree  # as it was before the loop, without what is `PerMicrobatch`
 
     def of_visit(self) -> PyTree:
         """A tree like the state of one visit, with other arrays."""
-        return jax.tree.map(_value, self.now, is_leaf=_is_own)
+        return _map(lambda leaf: leaf.value if _is_own(leaf) else leaf, self.now)
 
     def given_out(self, microbatches: int) -> PyTree:
         """The state after the loop, as `hold_state` was given it."""
 
-        def one(leaf: Any) -> Any:
-            if not isinstance(leaf, PerMicrobatch):
-                return leaf
-            return jax.tree.map(
-                lambda x: jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2), leaf
-            )
+        def by_repeat(x: Array) -> Array:
+            return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2)
 
-        return jax.tree.map(one, self.now, is_leaf=_is_own)
+        return _map(lambda leaf: jax.tree.map(by_repeat, leaf) if _is_own(leaf) else leaf, self.now)
 
 
 def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
-    """The state of all layers as the loops read and write it.
-
-    - `state`: `[repeats, stages, …]`, or `PerMicrobatch`; None for no state.
-    - `schedule`: gives the numbers of repeats, stages and microbatches.
-
-    Raises InputError for arrays of other shapes.
-    """
+    """The state of all layers as the loops read and write it."""
 
     def as_rows(x: Array) -> Array:
         if jnp.shape(x)[2:3] != (schedule.microbatches,):
@@ -101,40 +94,27 @@ def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
             )
         return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
 
-    def one(leaf: Any) -> Any:
-        return jax.tree.map(as_rows, leaf) if isinstance(leaf, PerMicrobatch) else leaf
-
-    def shared(leaf: Any) -> Any:
-        return None if isinstance(leaf, PerMicrobatch) else leaf
-
-    now = jax.tree.map(one, state, is_leaf=_is_own)
-    return LayerStates(now, jax.tree.map(shared, state, is_leaf=_is_own))
+    now = _map(lambda leaf: jax.tree.map(as_rows, leaf) if _is_own(leaf) else leaf, state)
+    return LayerStates(now, _map(lambda leaf: None if _is_own(leaf) else leaf, state))
 
 
 def take(state: LayerStates, at: At) -> PyTree:
-    """The state that each stage reads, `[stages, …]`.
+    """The state that each stage reads, `[stages, …]`."""
 
-    - `state`: of all layers.
-    - `at`: the visits of the tick. In a bubble a stage reads its first state: what the last visit
-      left may hold the microbatch that the stage works on in the bubble, and a derivative need not
-      be defined where both are equal. Of what is `PerMicrobatch` it reads any row there, because a
-      first state would be a second copy of it.
-    """
-
+    # In a bubble a stage reads its first state: what the last visit left may hold the microbatch
+    # that the stage works on in the bubble, and a derivative need not be defined where both are
+    # equal. Of what is `PerMicrobatch` it reads any row, because a first state would be a second
+    # copy of it.
     def one(now: Any, first: Any) -> Any:
         if isinstance(now, PerMicrobatch):
             return select_repeat(now.value, at.row)
         return where(at.active, select_repeat(now, at.repeat), select_repeat(first, at.repeat))
 
-    return jax.tree.map(one, state.now, state.first, is_leaf=_is_own)
+    return _map(one, state.now, state.first)
 
 
 def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
-    """Writes the state of each stage back, except in a bubble.
-
-    - `state`, `at`: as for `take`.
-    - `new`: what the visits left, `[stages, …]`.
-    """
+    """Writes the state `[stages, …]` that the visits left back, except in a bubble."""
 
     def written(before: PyTree, row: Array, new: PyTree) -> PyTree:
         if not jax.tree.leaves(before):
@@ -149,19 +129,11 @@ def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
             return PerMicrobatch(written(now.value, at.row, new))
         return written(now, at.repeat, new)
 
-    return state._replace(now=jax.tree.map(one, state.now, new, is_leaf=_is_own))
-
-
-def _is_own(leaf: Any) -> bool:
-    return isinstance(leaf, PerMicrobatch)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, PerMicrobatch) else leaf
+    return state._replace(now=_map(one, state.now, new))
 
 
 def without_gradient(tree: PyTree) -> PyTree:
-    """State as a visit reads or writes it: its gradient is zero."""
+    """State as a visit reads or writes it."""
     return jax.tree.map(jax.lax.stop_gradient, tree)
 
 
@@ -176,7 +148,7 @@ def check_written(before: PyTree, after: PyTree) -> None:
 
 
 def alike(one: PyTree, other: PyTree) -> bool:
-    """Whether two pytrees have the same structure, and arrays of the same shapes and dtypes."""
+    """Whether two pytrees have the same structure, shapes and dtypes."""
     trees: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
     return trees[0] == trees[1] and jax.tree.leaves(types_of(one)) == jax.tree.leaves(
         types_of(other)
@@ -184,11 +156,9 @@ def alike(one: PyTree, other: PyTree) -> bool:
 
 
 def types_of(tree: PyTree) -> PyTree:
-    """The tree with the dtype and shape of each array in its place."""
     return jax.tree.map(type_of, tree)
 
 
 def type_of(leaf: Any) -> str:
-    """The dtype and shape of an array or a number."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

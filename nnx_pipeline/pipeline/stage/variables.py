@@ -1,8 +1,6 @@
 """The three kinds of variables of a layer: parameters, state that visits write, and the rest.
 
-A parameter (`nnx.Param`) has a gradient. State is of the types `STATE`: each visit reads what the
-same layer left a microbatch before, or for a cache what it left of the same microbatch. Every other
-variable is read alone, such as a table or a weight that is not trained; the loops treat it as a
+The rest is read alone, such as a table or a weight that is not trained; the loops treat it as a
 parameter without a gradient.
 """
 
@@ -18,7 +16,7 @@ from jaxtyping import Array
 from nnx_pipeline.lab.errors import InputError, one_of
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
 from nnx_pipeline.sharding._gradients import no_gradient_to
-from nnx_pipeline.sharding.layout import is_explicit, place
+from nnx_pipeline.sharding.layout import is_explicit, is_variable, place
 
 
 class LayerState(nnx.Variable[Array]):
@@ -36,20 +34,15 @@ _STORED = "stored"  # the metadata of a variable that is read alone: the dtype o
 
 
 def is_state(leaf: Any) -> bool:
-    """Whether a leaf is a variable that visits write."""
     return isinstance(leaf, STATE)
 
 
 def is_per_microbatch(leaf: Any) -> bool:
-    """Whether a leaf is a variable of state of which each microbatch has its own."""
     return isinstance(leaf, nnx.Cache)
 
 
 def is_averaged(variable: nnx.Variable[Any]) -> bool:
-    """Whether all microbatches read what was before the first, and the mean of theirs is left.
-
-    Raises InputError for another value of its metadata `over_microbatches`, and for integers.
-    """
+    """Whether all microbatches read what was before the first, and the mean of theirs is left."""
     said = variable.get_metadata().get(OVER_MICROBATCHES, "last")
     one_of(OVER_MICROBATCHES, said, ("last", "mean"))
     kind = variable.get_value().dtype
@@ -64,18 +57,16 @@ def is_averaged(variable: nnx.Variable[Any]) -> bool:
 def split_state(layers: Any, microbatches: int) -> Any:
     """Layers as the loops read them: `WithState` where they have state, else the layers alone.
 
-    - `layers`: a module. In the result a variable that is read alone holds the bits of its array as
-      integers, so that a loop makes no gradient for it; only `join_state` reads it. The state is
-      a list of arrays in the order of its variables; that of a cache, and what is averaged
-      over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
-    - `microbatches`: how many there are.
+    A variable that is read alone holds the bits of its array as integers, so that a loop makes no
+    gradient for it. The state is a list of arrays in the order of its variables; that of a cache,
+    and what is averaged over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches,
+    layers per stage, …]`.
     """
-    variables = _variables(layers)
-    if all(isinstance(variable, nnx.Param) for variable in variables):
+    if _only_params(layers):
         return layers
 
     def one(variable: Any) -> Any:
-        if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.Param):
+        if not is_variable(variable) or isinstance(variable, nnx.Param):
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
@@ -87,45 +78,32 @@ def split_state(layers: Any, microbatches: int) -> Any:
             return PerMicrobatch(jnp.repeat(own[:, :, None], microbatches, axis=2))
         return own
 
-    state = [value(variable) for variable in variables if is_state(variable)]
-    without = jax.tree.map(one, layers, is_leaf=_is_variable)
+    state = list(map(value, _states(layers)))
+    without = jax.tree.map(one, layers, is_leaf=is_variable)
     return WithState(without, state) if state else without
 
 
 def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
-    """The inverse of `split_state`, for the layers of a stack or for one of them.
-
-    - `state`: arrays in the order of the variables; None leaves one empty.
-    """
-    if all(isinstance(variable, nnx.Param) for variable in _variables(layers)):
+    """The inverse of `split_state`, for a stack or one layer; None leaves a state empty."""
+    if _only_params(layers):
         return layers
     values = iter(state)
 
     def one(variable: Any) -> Any:
         if is_state(variable):
             return variable.replace(next(values))
-        return _from_bits(variable) if isinstance(variable, nnx.Variable) else variable
+        return _from_bits(variable) if is_variable(variable) else variable
 
-    return jax.tree.map(one, layers, is_leaf=_is_variable)
+    return jax.tree.map(one, layers, is_leaf=is_variable)
 
 
 def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
-    """The state of layers of several kinds, for each kind.
-
-    - `kinds`: a layer of each kind, or a stack of them.
-    - `state`: arrays in the order of the variables of all kinds; None as an empty list.
-    """
     values = iter(state or [])
-    counts = [sum(map(is_state, _variables(layer))) for layer in kinds]
-    return [list(itertools.islice(values, count)) for count in counts]
+    return [list(itertools.islice(values, len(_states(layer)))) for layer in kinds]
 
 
 def state_after(layer: Any, before: list[Array]) -> list[Array]:
-    """The state that a call left in a layer, placed as it was before.
-
-    - `before`: the state that the call was given.
-    """
-    after = [variable.get_value() for variable in _variables(layer) if is_state(variable)]
+    after = [variable.get_value() for variable in _states(layer)]
     if not is_explicit() or len(after) != len(before):
         return after
     return [
@@ -135,12 +113,7 @@ def state_after(layer: Any, before: list[Array]) -> list[Array]:
 
 
 def write_state(layers: Any, state: list[Any]) -> None:
-    """Sets the state of stacked layers.
-
-    - `state`: arrays in the order of the variables, as `split_state` gives them.
-    """
-    variables = [variable for variable in _variables(layers) if is_state(variable)]
-    for variable, value in zip(variables, state, strict=True):
+    for variable, value in zip(_states(layers), state, strict=True):
         if is_per_microbatch(variable):
             value = jnp.moveaxis(value.value, 2, 3)
         elif is_averaged(variable):
@@ -148,13 +121,13 @@ def write_state(layers: Any, state: list[Any]) -> None:
         variable.set_value(value)
 
 
-def _variables(tree: Any) -> list[nnx.Variable[Any]]:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+def _states(tree: Any) -> list[nnx.Variable[Any]]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_state(leaf)]
 
 
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
+def _only_params(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=is_variable)
+    return all(isinstance(leaf, nnx.Param) for leaf in leaves if is_variable(leaf))
 
 
 def _as_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:

@@ -33,7 +33,7 @@ from nnx_pipeline.experiments.timetables.executor._plan import (
     TimetableRows,
 )
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.pipeline._exchange.buffers import from_stage, stage_axis
+from nnx_pipeline.pipeline._exchange import from_stage, stage_axis
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Max, Metric, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights

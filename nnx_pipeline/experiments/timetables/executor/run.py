@@ -17,15 +17,17 @@ from nnx_pipeline.lab.errors import InputError, counted, of_type, one_of
 from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline._timetable.actions import Actions
 from nnx_pipeline.pipeline.contract import Inputs, ModelFunctions, Weights
-from nnx_pipeline.pipeline.one_f_one_b._lift import (
+from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
+from nnx_pipeline.pipeline.one_f_one_b.run import (
     Total,
+    by_loop,
+    check_bundles,
     checked_lift,
     computes_in_float16,
     lifted,
+    metric_weights_of,
     without_lift,
 )
-from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
-from nnx_pipeline.pipeline.one_f_one_b.run import by_loop, check_bundles, metric_weights_of
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.stage._checks import checked, checked_enter, checked_leave
 from nnx_pipeline.pipeline.stage._closed import hoist

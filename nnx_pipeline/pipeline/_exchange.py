@@ -1,22 +1,71 @@
-"""Buffers that every stage holds from tick to tick, read and written at one slot per tick.
+"""Sends arrays between neighbouring stages, and holds buffers from tick to tick.
 
 Every array begins with the axis of stages, which is sharded over the mesh axis `stage`.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
-from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.sharding.layout import P, hold, is_explicit, mesh_sizes, place
+from nnx_pipeline.sharding.layout import (
+    P,
+    hold,
+    is_explicit,
+    manual_axes,
+    mesh_sizes,
+    place,
+    spec_of,
+)
+
+ShiftName = Literal["ppermute", "slice", "pad"]
+SHIFTS = ("ppermute", "slice", "pad")
+
+
+def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array:
+    """Stage s of `[stages, …]` receives the array of stage s - by; the stages form a ring.
+
+    - `ppermute`: one collective-permute in a `shard_map` over `stage`;
+    - `slice`: a concatenation of two slices, from which the compiler makes the transfer;
+    - `pad`: a slice of the array with one row of zeros added before or after it. Stages form no
+      ring: the stage at the end receives the zeros.
+    """
+    if how == "ppermute" and mesh_sizes().get("stage", 1) > 1:
+        return _by_ppermute(x, by)
+    move = functools.partial(_padded if how == "pad" else _rolled, by=by)
+    if is_explicit():
+        move = jax.sharding.auto_axes(move, out_sharding=jax.typeof(x).sharding.spec)
+    return move(x)
+
+
+def _by_ppermute(x: Array, by: int) -> Array:
+    stages = mesh_sizes()["stage"]
+    ring = [(source, (source + by) % stages) for source in range(stages)]
+
+    spec = spec_of(x, stage_axis=0)
+    send = functools.partial(jax.lax.ppermute, axis_name="stage", perm=ring)
+    on_stages = jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names=manual_axes())
+    sent: Array = on_stages(x)
+    return sent
+
+
+def _rolled(x: Array, by: int) -> Array:
+    cut = x.shape[0] - by if by > 0 else -by
+    return jnp.concatenate(
+        [jax.lax.slice_in_dim(x, cut, x.shape[0]), jax.lax.slice_in_dim(x, 0, cut)]
+    )
+
+
+def _padded(x: Array, by: int) -> Array:
+    edges = ((max(by, 0), max(-by, 0)), *[(0, 0)] * (x.ndim - 1))
+    start = max(-by, 0)
+    return jax.lax.slice_in_dim(jnp.pad(x, edges), start, start + x.shape[0])
 
 
 def mark_stage(stage: int, stages: int) -> Array:
-    """A mask bool `[stages]` that is True at one stage."""
     return over_stage(jnp.asarray(np.arange(stages) == stage))
 
 
@@ -35,32 +84,20 @@ def over_stage(x: Array) -> Array:
 
 
 def rows(leaf: Array, microbatch: Array) -> Array:
-    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`.
-
-    - `leaf`: `[microbatches, …]`, not sharded along its first axis.
-    - `microbatch`: int32 `[stages]`.
-    """
+    """Row `microbatch[s]` of `[microbatches, …]` for each stage s: `[stages, …]`."""
     spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
     return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
 
 
 def slot(tree: PyTree, index: Array) -> PyTree:
-    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`.
-
-    - `tree`: buffers, each `[stages, slots, …]`.
-    - `index`: an integer scalar, the number of the slot.
-    """
+    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
     )
 
 
 def to_stages(tree: PyTree, stages: int) -> PyTree:
-    """Adds an axis of stages to arrays that every stage holds; nothing is sent.
-
-    - `tree`: arrays that are not sharded over the mesh axis `stage`.
-    - `stages`: the length of the new first axis, which is sharded over `stage`.
-    """
+    """Adds a first axis of stages to arrays that every stage holds; nothing is sent."""
 
     def one(leaf: Array) -> Array:
         spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
@@ -71,11 +108,7 @@ def to_stages(tree: PyTree, stages: int) -> PyTree:
 
 
 def from_stage(tree: PyTree, stage: int) -> PyTree:
-    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`.
-
-    - `tree`: arrays whose first axis is sharded over the mesh axis `stage`.
-    - `stage`: the number of the stage.
-    """
+    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`."""
     # A masked sum: the other stages add zeros, so that an all-reduce brings the entry to all.
     stages = jax.tree.leaves(tree)[0].shape[0]
     tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
@@ -83,13 +116,7 @@ def from_stage(tree: PyTree, stage: int) -> PyTree:
 
 
 def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
-    """An empty buffer for arrays that are `[stages, …]`.
-
-    - `like`: shape, dtype and sharding of such an array.
-    - `slots`: how many of them the buffer holds, which is then `[stages, slots, …]`; None for one
-      without an axis of slots.
-    - `fill`: the value of every entry; a buffer of integers is filled with 0.
-    """
+    """An empty buffer `[stages, slots, …]` for arrays like `like`; 0 in one of integers."""
     between = () if slots is None else (slots,)
     shape = (like.shape[0], *between, *like.shape[1:])
     value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
@@ -101,10 +128,7 @@ def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Ar
 
 
 def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Array:
-    """An empty buffer in host memory, as `empty_ring` makes one on the device.
-
-    - `like`, `slots`, `fill`: as for `empty_ring`.
-    """
+    """As `empty_ring`, in host memory."""
     # Slot by slot: of a buffer that is sent as a whole, the device would hold a copy first.
     one = empty_ring(like, None, fill)
     send = functools.partial(jax.device_put, device=jax.memory.Space.Host)
@@ -115,15 +139,7 @@ def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Arra
 def push(
     tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
 ) -> PyTree:
-    """Moves the entries of one slot to the previous stage, and puts a new entry on the last stage.
-
-    - `tree`: the buffer, `[stages, slots, …]`.
-    - `column`: what the slot holds, `[stages, …]`.
-    - `new`: `[stages, …]`; the last stage's entry of it is put on the last stage.
-    - `index`: the number of the slot.
-    - `last`: bool `[stages]`, True at the last stage.
-    - `how`: how arrays are sent, as for `shift`.
-    """
+    """Moves a slot, with `column` in it, to the stage before; the last stage puts `new` there."""
 
     def one(leaf: Array, column: Array, new: Array) -> Array:
         moved = where(last, new, shift(column, by=-1, how=how))
@@ -134,30 +150,10 @@ def push(
 
 
 def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """Selects between two trees, as `jnp.where` does on every leaf.
-
-    - `condition`: a bool scalar, or bool `[stages]` for leaves that are `[stages, …]`.
-    - `one`: what is taken where the condition is True.
-    - `other`: what is taken where it is False; the same tree with the same shapes.
-    """
+    """As `jnp.where` on every leaf; the condition may be `[stages]` for leaves `[stages, …]`."""
 
     def pick(a: Array, b: Array) -> Array:
-        return jnp.where(
-            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
-        )
+        wide = condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim))
+        return jnp.where(wide, a, b)
 
     return jax.tree.map(pick, one, other)
-
-
-def split(leaf: Array, schedule: CircularSchedule) -> Array:
-    """Reshapes `[microbatches, …]` to `[stages, slots, …]`.
-
-    - `leaf`: an array of the stream, sharded over `stage` along its first axis.
-    - `schedule`: gives the number of stages and of the slots of each stage.
-    """
-    return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
-
-
-def merge(leaf: Array) -> Array:
-    """Reshapes `[stages, slots, …]` to `[microbatches, …]`."""
-    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])

@@ -1,24 +1,128 @@
-"""A mixture of experts in which each expert takes a limited number of choices."""
+"""A mixture of experts in which each expert takes a limited number of choices, its slots."""
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
-from nnx_pipeline.ops._capacity.slots import (
-    Slots,
-    assign_slots,
-    capacity_of,
-    from_slots,
-    of_choices,
-    of_slots,
-    to_slots,
-)
 from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
+from nnx_pipeline.ops._grouped.order import sort_by_expert
 from nnx_pipeline.sharding.layout import Layout, P
+
+
+class Slots(NamedTuple):
+    """Which choice each slot of an expert holds, and in which slot each choice lies.
+
+    Choice c of a sequence belongs to token c % seq and is the token's expert number c // seq, the
+    best one being number 0. An empty slot has the choice seq · chosen. A choice has the place
+    expert · capacity + slot, or experts · capacity if it is dropped, and one more if it is padding.
+    """
+
+    choices: Int[Array, "batch experts capacity"]
+    places: Int[Array, "batch seq chosen"]
+
+    @property
+    def dropped(self) -> Float[Array, "batch"]:
+        """The share of the choices of each sequence that found no slot."""
+        none = math.prod(self.choices.shape[1:])
+        return jnp.mean((self.places == none).astype(jnp.float32), axis=(1, 2))
+
+
+def capacity_of(length: int, chosen: int, experts: int, factor: float) -> int:
+    """How many choices of one sequence an expert takes: ⌈seq · chosen · factor / experts⌉."""
+    # No expert is chosen more than once for a token, so the result is `length` at most. The factor
+    # counts as the decimal number that is written: 1.1 times 10 choices are 11, and not 12.
+    return min(length, math.ceil(length * chosen * Fraction(str(factor)) / experts))
+
+
+def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capacity: int) -> Slots:
+    """Gives the choices of each sequence to the slots of their experts, until these are full.
+
+    As in GShard (Lepikhin et al., 2020, algorithm 1), the first choices of all tokens come before
+    all second ones, and so on, and equal ones in the order of the tokens. With one choice per token
+    this is the rule of Switch Transformer (Fedus et al., 2021). Padding has the expert
+    `num_experts`, and takes no slot.
+    """
+
+    def one(experts: Array) -> tuple[Array, Array]:
+        order = sort_by_expert(experts.T, first=0, own=num_experts, tile=1)
+        starts = jnp.cumsum(order.sizes) - order.sizes
+        slot = jnp.arange(capacity)
+        rows = jnp.minimum(starts[:, None] + slot, len(order.choices) - 1)
+        taken = slot < order.sizes[:, None]
+        choices = jnp.where(taken, order.choices[rows], len(order.choices))
+        rank = order.places.T - starts.at[experts].get(mode="clip")
+        none = num_experts * capacity
+        places = jnp.where(rank < capacity, experts * capacity + rank, none)
+        places = jnp.where(experts < num_experts, places, none + 1)
+        return choices.astype(jnp.int32), places.astype(jnp.int32)
+
+    return Slots(*jax.vmap(one)(experts))
+
+
+def to_slots(
+    x: Float[Array, "batch seq *rest"], slots: Slots
+) -> Float[Array, "experts batch capacity *rest"]:
+    """The token of each slot, or 0 in an empty one."""
+    batch, length = x.shape[:2]
+    chosen = slots.places.shape[2]
+    tokens = _by_expert(slots.choices % length, slots.choices < length * chosen, length)
+    return _filled(x.reshape(batch * length, *x.shape[2:]), tokens)
+
+
+def of_slots(
+    values: Float[Array, "batch seq chosen"], slots: Slots
+) -> Float[Array, "experts batch capacity"]:
+    """The value of each slot's choice, or 0 in an empty one."""
+    _, length, chosen = values.shape
+    numbers = slots.choices % length * chosen + slots.choices // length
+    filled = slots.choices < length * chosen
+    return _filled(values.reshape(-1), _by_expert(numbers, filled, length * chosen))
+
+
+def of_choices(
+    values: Float[Array, "experts batch capacity"], slots: Slots
+) -> Float[Array, "batch seq chosen"]:
+    """The value of each choice's slot, or 0 for a dropped one; the transpose of `of_slots`."""
+    return _filled(values.reshape(-1), _slots_by_choice(slots))
+
+
+def from_slots(
+    rows: Float[Array, "experts batch capacity embed"], slots: Slots
+) -> Float[Array, "batch seq embed"]:
+    """The sum of the slots of each token, in float32; the transpose of `to_slots`."""
+    flat, places = rows.reshape(-1, rows.shape[-1]), _slots_by_choice(slots)
+    total = jnp.zeros((*places.shape[:2], flat.shape[-1]), jnp.float32)
+    for number in range(places.shape[2]):  # an array of all of them would be larger than x
+        total = total + _filled(flat, places[..., number]).astype(jnp.float32)
+    return total
+
+
+def _by_expert(numbers: Array, filled: Array, each: int) -> Array:
+    """Positions `[experts, batch, capacity]` of `each` per sequence; after the end where empty."""
+    batch = len(numbers)
+    first = jnp.arange(batch)[:, None, None] * each
+    return jnp.where(filled, first + numbers, batch * each).transpose(1, 0, 2)
+
+
+def _slots_by_choice(slots: Slots) -> Array:
+    """The position of each choice in `[experts · batch · capacity]`, after the end if dropped."""
+    batch, _, capacity = slots.choices.shape
+    expert, slot = slots.places // capacity, slots.places % capacity
+    row = jnp.arange(batch)[:, None, None]
+    # A dropped choice has the number of an expert that does not exist, after all slots.
+    return (expert * batch + row) * capacity + slot
+
+
+def _filled(values: Array, positions: Array) -> Array:
+    """The values at these positions of the first axis, 0 after the end."""
+    return values.at[positions].get(mode="fill", fill_value=0)
 
 
 @dataclass(frozen=True)
@@ -27,19 +131,14 @@ class CapacityExperts:
 
     Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`.
     A choice after these is dropped: it adds nothing, and the weights of the token's other choices
-    stay as they are. The limit is one per sequence, so that the choices that are dropped depend on
-    the sequence alone: not on the mesh, the schedule or the number of microbatches.
+    stay as they are. So the choices that are dropped depend on the sequence alone: not on the mesh,
+    the schedule or the number of microbatches.
 
-    All shapes are fixed. A device copies the tokens of its sequences to the slots `[experts,
-    sequences, capacity, embed]`, and the products of the experts are one batched product.
-
-    Where experts are sharded over the mesh axis `expert`, each device sends every slot to the
-    device that has its expert, and gets the result back: an all-to-all each. Per layer and
-    microbatch a device has
-
-        slots = experts · capacity · sequences of a microbatch on the device
-
-    and its all-to-alls give, in bytes of the dtype of the tokens,
+    All shapes are fixed: the products of the experts are one batched product of the slots
+    `[experts, sequences, capacity, embed]`. Where experts are sharded over the mesh axis `expert`,
+    each device sends every slot to the device that has its expert, and gets the result back. With
+    slots = experts · capacity · sequences of a microbatch on the device, its all-to-alls give, per
+    layer and microbatch, in bytes of the dtype of the tokens,
 
         forward:    slots · (2 · embed + 1)    tokens, results; weights
         backward:   slots · (2 · embed + 1)    cotangents of tokens, of results, of weights
@@ -47,8 +146,6 @@ class CapacityExperts:
 
     Results are never recomputed: the weights multiply the hidden units, so that no gradient needs
     them. Beside the mesh axis `tensor` each device sends the same slots, and partial results.
-
-    - `factor`: how much more than an even share an expert takes.
     """
 
     factor: float
@@ -56,11 +153,7 @@ class CapacityExperts:
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
     ) -> Mixed:
-        """Sends the choices that are kept through their experts; arguments as for `DenseExperts`.
-
-        Raises InputError for a layout in which devices that share the experts, or the width of a
-        kernel, have the same tokens.
-        """
+        """As `DenseExperts`; raises InputError where devices of an expert share tokens."""
         del remat  # what a layer keeps of the hidden units is decided by their names
         weights, experts = choice
         number = kernels.gate.shape[0]
@@ -76,13 +169,7 @@ class CapacityExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class _OnDevice(OnDevices):
-    """What a device computes for its own experts, and what it exchanges with others.
-
-    Rows of the experts of a device are `[devices, experts of a device, rows, …]`; the rows are the
-    slots of all devices that share the experts.
-
-    - `capacity`: how many choices of a sequence an expert takes.
-    """
+    """What a device computes for its experts; rows are `[devices, own experts, slots, …]`."""
 
     capacity: int
 
@@ -97,8 +184,6 @@ class _OnDevice(OnDevices):
         return P(self.batch or None, None, None, self.mlp or None)
 
     def assign(self, experts: Int[Array, "batch seq chosen"]) -> Slots:
-        """The slots of the choices of all sequences."""
-
         def local(experts: Array) -> tuple[Array, ...]:
             return tuple(assign_slots(experts, self.experts, self.capacity))
 
@@ -118,11 +203,7 @@ class _OnDevice(OnDevices):
         return rows
 
     def to_tokens(self, rows: Array, slots: Slots, dtype: jax.typing.DTypeLike) -> Array:
-        """The sum of each token's rows, over the parts of the hidden units too.
-
-        - `rows`: `[own, rows, embed]`, this device's part.
-        - `dtype`: of the result; it is summed in float32.
-        """
+        """The sum of each token's rows, over the parts of the hidden units too, in float32."""
         return self.over_parts(from_slots(self.from_owners(rows), slots)).astype(dtype)
 
     def open(
@@ -199,10 +280,7 @@ class _OnDevice(OnDevices):
         return rows
 
     def _shares(self, weights: Array, slots: Slots) -> Array:
-        """The weights of the choices of all slots, where their experts are.
-
-        They are `[devices, own, rows, 1]`, and 0 in empty slots.
-        """
+        """The weights of all slots, where their experts are: `[devices, own, rows, 1]`."""
 
         def local(weights: Array, *slots: Array) -> tuple[Array, ...]:
             return (self.to_owners(of_slots(weights, Slots(*slots)))[None, ..., None],)

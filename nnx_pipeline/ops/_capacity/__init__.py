@@ -1,1 +1,0 @@
-"""Experts that each take a limited number of choices, and exchange rows of fixed shapes."""

@@ -1,1 +1,0 @@
-"""Transfers between neighbouring stages, and buffers that live from tick to tick."""
