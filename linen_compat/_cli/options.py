@@ -11,13 +11,7 @@ FORMATS = "maxtext:unscanned, maxtext:scanned, maxtext:pipelined, nnx, huggingfa
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`.
-
-    - `checkpoint`: the folder of the checkpoint.
-    - `source_format`: its format, or `auto`.
-    - `config_name`: the file or the preset that it must fit; None for no such check.
-    - `parameters_only`: whether to leave out the optimizer's state.
-    """
+    """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`."""
 
     checkpoint: str
     source_format: str
@@ -27,7 +21,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """The checkpoint to write, as given by DST, `--to`, `--stages` and `--repeats`; see `To`."""
+    """The checkpoint to write, as given by DST, `--to`, `--stages` and `--repeats`."""
 
     path: str
     format: str

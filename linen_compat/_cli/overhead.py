@@ -18,12 +18,7 @@ READ = ("train.global_batch", "train.sequence_length")
 
 @dataclass(frozen=True)
 class Chosen:
-    """The model to measure, as given by `--model`, `--set` and `--layers`.
-
-    - `model`: a preset.
-    - `assignments`: `key=value` each.
-    - `layers`: the number of decoder layers, None for the model's own.
-    """
+    """The model to measure, as given by `--model`, `--set` and `--layers`."""
 
     model: str
     assignments: tuple[str, ...]

@@ -28,10 +28,7 @@ from nnx_pipeline.lab.errors import counted
 
 @contextlib.contextmanager
 def _command() -> Iterator[None]:
-    """What all of them need: the CPU, and a `Mismatch` that fails the command.
-
-    It has the exit code 1, as the arguments were fine and the checkpoint was not.
-    """
+    """The CPU for JAX, and exit code 1 for a `Mismatch`: the arguments were fine."""
     jax.config.update("jax_platforms", "cpu")
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
     try:
@@ -42,8 +39,6 @@ def _command() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Checks:
-    """The values of `--read`, `--numerics` and `--allow-nan`."""
-
     read: bool
     numerics: bool
     allow_nan: bool
@@ -51,7 +46,6 @@ class Checks:
 
 @_command()
 def run_inspect(checkpoint: str, json_path: str | None) -> None:
-    """Shows layout and leaves of a checkpoint."""
     check_writable(json_path, "--json")
     found = inspect(checkpoint)
     layout = found.layout
@@ -125,7 +119,6 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
 
 @_command()
 def run_convert(source: Source, target: Target, *, keep_nan: bool) -> None:
-    """Writes a checkpoint in another format."""
     config = read_config(source.config_name) if source.config_name else None
     opened = From(source.checkpoint, source.source_format, config, source.parameters_only)
     prepared = plan(opened, To(**vars(target)))

@@ -33,10 +33,7 @@ def _last_names(path: str) -> str:
 
 
 def inspection(found: Inspection) -> Columns:
-    """A table of all parameters with their shapes and dtypes.
-
-    On a narrow screen names have their last four parts.
-    """
+    """A table of all parameters with shapes and dtypes; narrow screens get the end of names."""
     head = Column("parameter", shorter=_last_names)
     table = Columns([head, Column("shape", 1), Column("dtype", 2)])
     for name, leaf in found.parameters.items():
@@ -114,10 +111,7 @@ def first_of(problems: list[str], shown: int = 3) -> str:
 
 @contextlib.contextmanager
 def byte_bar(title: str, total: int | None) -> Iterator[Passed]:
-    """Shows a progress bar of bytes on standard error, and yields the function that moves it.
-
-    - `total`: in bytes, None where it is not known.
-    """
+    """Shows a progress bar of bytes on standard error, and yields the function that moves it."""
     done = FileSizeColumn() if total is None else DownloadColumn()
     columns = (TextColumn(title), BarColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=Screen(stderr=True)) as bar:

@@ -44,14 +44,9 @@ NUMERICS_TOLERANCE = 1e-4  # as a fraction of the largest value, both sides in f
 class Diagnosis:
     """A checkpoint compared with a config.
 
-    - `checkpoint`: the folder of the arrays; of a checkpoint that cannot be read, the given folder.
-    - `format`: such as `maxtext:scanned` or `huggingface`.
-    - `num_layers`, `stages`, `repeats`: what the checkpoint holds.
-    - `comparison`: which leaves fit the model and which do not.
-    - `optimizer`: a sentence about the optimizer's state, where a reader needs one; else None.
-
-    `format` and the three numbers are None for a checkpoint that cannot be read, or of another
-    model.
+    `checkpoint` is the folder of the arrays, or the given one where it cannot be read. `format` and
+    the three numbers are None then, and for a checkpoint of another model. `optimizer` is a line
+    about the optimizer's state, where a reader needs one.
     """
 
     checkpoint: Path
@@ -63,7 +58,6 @@ class Diagnosis:
     optimizer: str | None = None
 
     def to_json(self) -> Json:
-        """The diagnosis and its comparison as one dictionary of plain values, schema 1."""
         found = self.comparison
         return {
             "schema": 1,
@@ -81,11 +75,11 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first place where two computations of a model differ, if there is one.
+    """The first place where two computations of a model differ.
 
-    - `place`: `token_embedder`, a layer with its path, or `logits`; None when no place differs.
-    - `largest`: the largest difference at that place, or at any place when none differs, as a
-      fraction of the largest expected magnitude there.
+    `place` is `token_embedder`, a layer with its path, or `logits`; None when no place differs.
+    `largest` is the largest difference there, or anywhere, as a fraction of the largest expected
+    magnitude there.
     """
 
     place: str | None
@@ -93,13 +87,10 @@ class FirstDifference:
 
 
 def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares a checkpoint's names, shapes, dtypes and optimizer counts with what a model needs.
+    """Compares names, shapes, dtypes and optimizer counts with what a model needs.
 
     Apart from these counts no array is read. The result lists all leaves that do not fit or cannot
     be read. The state of an optimizer other than AdamW is no misfit: `load` leaves it out.
-
-    - `checkpoint`: a folder of any format.
-    - `config`: the config of the model that is to take the arrays.
 
     Raises InputError where there is no checkpoint.
     """
@@ -128,10 +119,7 @@ def _judged(found: Inspection) -> Inspection:
 
 
 def _of_optimizer(found: Inspection, comparison: Comparison, config: Config) -> str | None:
-    """A sentence about the optimizer's state, where a reader needs one; else None.
-
-    - `comparison`: of the leaves that `_judged` gives.
-    """
+    """A sentence about the optimizer's state, where a reader needs one; else None."""
     if other := found.other_optimizer:
         return (
             f"{other}: linen_compat.load and convert --parameters-only leave it out, "
@@ -152,12 +140,7 @@ def read_everything(
     allow_nan: bool = False,
     progress: Progress = no_progress,
 ) -> int:
-    """Reads every byte of a checkpoint that fits, and returns the number of bytes.
-
-    - `diagnosis`: one without problems.
-    - `config`: the config that the diagnosis was made with.
-    - `allow_nan`: accepts NaN and infinite values.
-    - `progress`: called with the name and the bytes of each array that has been read.
+    """Reads every byte of a checkpoint without problems, and returns the number of bytes.
 
     Raises Mismatch, naming the leaf, when bytes are missing or have changed, a parameter or a
     moment is NaN or infinite, a second moment is below 0, or training cannot have produced an array
@@ -195,12 +178,7 @@ def read_everything(
 
 @dataclass(frozen=True)
 class _Read:
-    """An array of a checkpoint, and which values it may have.
-
-    - `part`: its part of the model's state; None for everything else.
-    - `of_tokens`: whether it has an axis for the vocabulary.
-    - `may_be_zero`: whether all values may be zero.
-    """
+    """An array of a checkpoint, with its part of the model's state, and which zeros it may have."""
 
     name: str
     array: np.ndarray
@@ -210,7 +188,6 @@ class _Read:
 
 
 def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
-    """Yields every array of the checkpoint, one at a time."""
     if diagnosis.format == HUGGINGFACE:
         # Tensors are read as stored: a lost block of zeros is contiguous there, and scattered in
         # the arrays of a model.
@@ -257,7 +234,7 @@ def _may_be_zero(config: Config) -> set[str]:
 
 
 def check_comparable(diagnosis: Diagnosis) -> None:
-    """Raises InputError for a checkpoint without the names that `compare_with_maxtext` reads."""
+    """Raises InputError for a checkpoint without the names of `compare_with_maxtext`."""
     if diagnosis.format in (HUGGINGFACE, NNX):
         raise InputError(
             f"--numerics works on MaxText's formats only, and {diagnosis.checkpoint} is "
@@ -268,13 +245,10 @@ def check_comparable(diagnosis: Diagnosis) -> None:
 def compare_with_maxtext(
     checkpoint: str | Path, config: Config, *, seed: int = 0
 ) -> FirstDifference:
-    """Compares the loaded model with MaxText's mathematics over the stored names, layer by layer.
+    """Compares the loaded model with MaxText's mathematics, layer by layer.
 
-    Both compute in float32 on the same random tokens. The whole model is loaded on one device.
-
-    - `checkpoint`: one of MaxText (`check_comparable`).
-    - `config`: the config of the model; both sides compute in float32 whatever its `dtype`.
-    - `seed`: the seed of the tokens.
+    Both compute in float32, whatever the config's `dtype`, on the same random tokens. The whole
+    model is loaded on one device.
     """
     found = inspect(checkpoint)
     config = for_mesh(config, None)

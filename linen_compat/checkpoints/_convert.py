@@ -33,13 +33,8 @@ SOURCES = (*TARGETS, AUTO)
 class Opened:
     """An opened checkpoint, as the source of a conversion.
 
-    - `source`: reads the arrays, layer by layer.
-    - `files`: the files at the time of opening.
-    - `layout`: how the layers are stacked; None for Hugging Face.
-    - `config`: the config of the model; None where it is not known.
-    - `unused`: leaves that this project has no use for.
-    - `optimizer`: parts of the optimizer's state that `source` leaves out.
-    - `step_is_lost`: whether the value of the step cannot be read.
+    `layout` is None for Hugging Face, and `config` where it is not known. `unused` are leaves that
+    have no use here, `optimizer` parts of the optimizer's state that `source` leaves out.
     """
 
     source: LayerSource
@@ -53,12 +48,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that has been checked and not begun.
-
-    - `opened`: the checkpoint to read from.
-    - `destination`: the new folder.
-    - `layout`: how the new checkpoint stacks its layers; None for Hugging Face.
-    """
+    """A conversion that has been checked and not begun; `layout` is None for Hugging Face."""
 
     opened: Opened
     destination: Path
@@ -66,7 +56,6 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be copied, without the scalars."""
         return nbytes_of(self.opened.source)
 
     @property
@@ -85,9 +74,6 @@ class Conversion:
         self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
     ) -> None:
         """Converts the checkpoint; the destination appears when it is complete.
-
-        - `allow_nan`: keeps NaN and infinite values.
-        - `progress`: called with the name and the bytes of each array that has been copied.
 
         Raises Mismatch, naming the leaf, for missing bytes and for NaN, and naming the file for a
         file of the source that has changed since the plan was made. Raises what `new_folder` raises
@@ -113,13 +99,10 @@ def _without_empty(left: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...
 
 @dataclass(frozen=True)
 class From:
-    """The checkpoint to convert.
+    """The checkpoint to convert; its format is `auto` to recognise it.
 
-    - `path`: the folder of the checkpoint.
-    - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, `nnx`, `huggingface`,
-      or `auto` to recognise it.
-    - `config`: what the checkpoint must fit; without one its layers must agree with each other.
-    - `parameters_only`: leaves the optimizer's state behind, which may then be of any optimizer.
+    Without a config that it must fit its layers must agree with each other. `parameters_only`
+    leaves the optimizer's state behind, which may then be of any optimizer.
     """
 
     path: str | Path
@@ -130,13 +113,11 @@ class From:
 
 @dataclass(frozen=True)
 class To:
-    """The checkpoint that a conversion writes.
+    """The checkpoint that a conversion writes, in a new folder.
 
-    - `path`: the new folder.
-    - `format`: one of those of `From`, except `auto`. Optimizer state does not go to Hugging Face.
-    - `stages`, `repeats`: for `maxtext:pipelined` and `nnx` only. If both are None, a source in one
-      of these two layouts keeps its own. Otherwise None counts as 1, but `maxtext:pipelined` needs
-      `stages`.
+    `stages` and `repeats` are for `maxtext:pipelined` and `nnx` only. If both are None, a source in
+    one of these two layouts keeps its own. Otherwise None counts as 1, but `maxtext:pipelined`
+    needs `stages`.
     """
 
     path: str | Path
@@ -148,11 +129,7 @@ class To:
 def plan(source: From, target: To) -> Conversion:
     """Checks everything about a conversion that can be checked without reading an array.
 
-    - `source`: the checkpoint to read from, and what it must fit.
-    - `target`: the new checkpoint; its folder must not exist yet, or be empty.
-
-    `Conversion.run` then converts. Raises InputError for arguments that cannot be used, and
-    Mismatch for what the checkpoint lacks.
+    Raises InputError for arguments that cannot be used, and Mismatch for what the checkpoint lacks.
     """
     one_of("--from", source.format, SOURCES)
     one_of("--to", target.format, TARGETS)
@@ -190,10 +167,6 @@ def open_checkpoint(
     parameters_only: bool = False,
 ) -> Opened:
     """Opens a checkpoint of any format as a source, once every leaf is accounted for.
-
-    - `checkpoint`: the folder of the checkpoint.
-    - `source_format`, `config`, `parameters_only`: as `format`, `config` and `parameters_only` of
-      `From`.
 
     Raises InputError where there is no checkpoint, and Mismatch where it is of another format or a
     leaf does not fit.

@@ -15,13 +15,10 @@ from nnx_pipeline.lab._files import local
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
-    """The config of a file or a preset.
+    """The config of a Hugging Face folder or its `config.json`, of a YAML file, or a preset.
 
-    - `name`: a Hugging Face folder or its `config.json`, or a name for
-      `maxtext.config.config_from_yaml`.
-    - `checkpoint`: the checkpoint of the model; None for no checkpoint in particular. A
-      `config.json` does not say the attention scale of an Orbax checkpoint, so
-      `model.attention_scale` is taken from the checkpoint.
+    A `config.json` does not say the attention scale of an Orbax checkpoint, so with one
+    `model.attention_scale` is taken from it.
 
     Raises InputError when it is none of them, and where there is no checkpoint; and Mismatch for
     the config of a run that is damaged.
@@ -45,12 +42,10 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
 
 
 def stored_config(checkpoint: str | Path) -> Config | None:
-    """The config that a checkpoint holds; None where it holds none.
+    """The config of a Hugging Face folder, or of a run of `nnx-pipeline train` or its step.
 
-    - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
-      folder: a run of `nnx-pipeline train` has a `config.yml`.
-
-    Raises InputError where there is no such folder, and Mismatch where that file is damaged.
+    None where there is none. Raises InputError where there is no such folder, and Mismatch where
+    its file is damaged.
     """
     folder = existing_folder(checkpoint)
     if is_huggingface(folder):

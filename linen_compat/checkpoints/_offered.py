@@ -56,11 +56,7 @@ def check_savable(config: Config) -> None:
 
 
 def begin(folder: str | Path, config: Config, origin: Origin) -> None:
-    """Writes what a run has beside its steps.
-
-    - `folder`: of the run, which is `claimed`. One that has steps keeps its origin.
-    - `config`, `origin`: of its training.
-    """
+    """Writes what a `claimed` run has beside its steps; where it has steps, its origin stays."""
     run = local(folder)
     write_text(str(run / RUN_CONFIG), with_checksum(dataclasses.asdict(config)))
     if not has_steps(run):  # it is locked, and so cannot be replaced as a whole
@@ -70,13 +66,9 @@ def begin(folder: str | Path, config: Config, origin: Origin) -> None:
 def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
     """Saves a training state, in this project's own format, as a new step of a run.
 
-    - `state`: may be sharded over the devices of this process.
-    - `folder`: of the run, which `begin` has begun.
-    - `config`, `origin`: as they were given to `begin`.
-
     A step gets its name only when it is complete: a killed process leaves no unfinished step.
     Raises InputError where the step exists, where the folder was replaced, and where the config or
-    the origin in it is another one.
+    the origin in it is another than `begin` wrote.
     """
     run = Path(folder)
     check_claim(run)
@@ -120,11 +112,9 @@ def _origin(run: Path) -> Origin:
 
 
 def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
-    """The state of the newest step of a run, placed on a mesh, from which training goes on.
+    """The state of the newest step of a run, from which training goes on on any mesh.
 
-    - `config`: with the model and the optimizer of the run; its pipeline may be another one.
-    - `mesh`: need not be the one on which the run was trained.
-
-    Raises InputError where the step is damaged.
+    The config has the model and the optimizer of the run; its pipeline may be another one. Raises
+    InputError where the step is damaged.
     """
     return load_train_state(run.newest, config, mesh=mesh)

@@ -21,13 +21,9 @@ _KERNELS = ("wi_0", "wi_1", "wo")
 def hidden_states(
     found: Inspection, config: ModelConfig, tokens: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the results of the embedding and of each layer, and at last the logits, with names.
+    """Yields the results of the embedding and of each layer, then the logits, with names.
 
-    Each value is a float32 array `[batch, seq, …]`.
-
-    - `found`: a checkpoint of MaxText, in any layout.
-    - `config`: of the model that the checkpoint holds.
-    - `tokens`: `[batch, seq]`, one document per row.
+    Each value is float32 `[batch, seq, …]`. Tokens are `[batch, seq]`, one document per row.
     """
     files = StoredArrays(found.items)
 

@@ -66,9 +66,6 @@ def load(
 def open_source(found: Inspection, config: Config) -> OrbaxSource:
     """A checkpoint as a source of parameters, once every leaf is accounted for.
 
-    - `found`: an Orbax checkpoint that has been inspected.
-    - `config`: of the model that is to take the parameters.
-
     Raises Mismatch when a leaf is missing, unknown or of another shape, or when the query kernels
     are for another `attention_scale`.
     """

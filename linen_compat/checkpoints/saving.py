@@ -72,12 +72,8 @@ def save(
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> TreeLayout:
     """The layout of a model's layers in an Orbax format.
 
-    - `model`: gives the number of layers, and the stages and repeats of its own pipeline.
-    - `format`: one of the formats of `save` except `huggingface`.
-    - `stages`, `repeats`: None for the model's own in `maxtext:pipelined` and `nnx`, and for 1 in
-      the other formats.
-
-    Raises InputError where MaxText has no such model, for its formats.
+    Stages and repeats are the model's own where they are None, or 1 in formats without them. Raises
+    InputError where MaxText has no such model, for its formats.
     """
     if format != NNX:
         check_maxtext(model.config.model)
@@ -94,10 +90,6 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
     """Copies a source to a new Orbax checkpoint, without changing its values.
-
-    - `source`: what to copy, with its optimizer state and its step where it has them.
-    - `checkpoint`: the folder to make; it must not exist yet, or be empty.
-    - `layout`: how the new checkpoint stacks its layers.
 
     Raises InputError when the folder is not empty, and Mismatch when the step or a count is not one
     that a checkpoint can hold. Nothing is left behind when it fails.

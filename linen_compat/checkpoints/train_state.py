@@ -118,11 +118,7 @@ def _check_state(found: Inspection) -> None:
 
 
 def moment_of(optimizer: optax.OptState, name: str) -> PyTree:
-    """One field of Adam's state.
-
-    - `optimizer`: a state that holds exactly one Adam.
-    - `name`: `mu`, `nu` or `count`; the moments have the structure of the model.
-    """
+    """One field of Adam's state: `count`, or `mu` or `nu` in the structure of the model."""
     return optax.tree.get(optimizer, name)
 
 

@@ -49,11 +49,7 @@ _NNX_ROUTER, _NNX_GATE = "pipeline/layers/feed_forward/router", "pipeline/layers
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that is not as the model needs it.
-
-    - `leaf`: the path of the leaf in the checkpoint.
-    - `found`, `expected`: two shapes or two dtypes, as text.
-    """
+    """A leaf of the checkpoint that has another shape or dtype than the model, as text."""
 
     leaf: str
     found: str
@@ -64,13 +60,8 @@ class Difference:
 class Comparison:
     """Which leaves of a checkpoint a model can take, and which would stay randomly initialised.
 
-    - `matched`: leaves of the right shape.
-    - `missing`: leaves that the model needs and the checkpoint lacks.
-    - `extra`: leaves that have no place in the model.
-    - `reshaped`: leaves of another shape than the model needs.
-    - `recast`: matched leaves that are to be cast to `model.param_dtype`.
-    - `ignored`: leaves that are known to be of no use here.
-    - `notes`: all other problems, a line for each, such as another number of layers.
+    `recast` leaves match and are to be cast to `model.param_dtype`; `ignored` ones are known to be
+    of no use; `notes` has a line for each other problem, such as another number of layers.
     """
 
     matched: list[str] = field(default_factory=list)
@@ -103,12 +94,7 @@ class Comparison:
     def add(
         self, name: str, found: ArraySpec, shape: tuple[int, ...], dtype: np.dtype | None
     ) -> None:
-        """Adds a leaf that the model needs and the checkpoint has.
-
-        - `name`: of the leaf in the checkpoint.
-        - `found`: its shape and dtype.
-        - `shape`, `dtype`: those that the model gives it; any dtype fits where it is None.
-        """
+        """Adds a leaf that model and checkpoint have; any dtype fits where `dtype` is None."""
         if found.shape != shape:
             self.reshaped.append(Difference(name, str([*found.shape]), str([*shape])))
             return
@@ -117,10 +103,7 @@ class Comparison:
             self.recast.append(Difference(name, found.dtype.name, dtype.name))
 
     def require(self, where: object) -> None:
-        """Raises Mismatch, naming leaves, unless every leaf is accounted for.
-
-        - `where`: what the message says does not fit, such as the folder of the checkpoint.
-        """
+        """Raises Mismatch, naming leaves of `where`, unless every leaf is accounted for."""
         problems = self.problems
         if problems:
             rest = len(problems) - _SHOWN
@@ -149,9 +132,7 @@ def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
 def stack_axes(path: str) -> int:
     """How many axes a parameter of a model has before those that it has in one layer.
 
-    They are those of repeats, stages and layers per stage, or of the layers before the pipeline.
-
-    - `path`: of the parameter in the model, as from `parameter_paths`.
+    They are repeats, stages and layers per stage, or the layers before the pipeline.
     """
     return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
 
@@ -170,10 +151,7 @@ def dotted_path(path: tuple[object, ...]) -> str:
 def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with what a model needs, by names, shapes and dtypes alone.
 
-    - `found`: the checkpoint; no array of it is read.
-    - `config`: of the model. Its `attention_scale` may differ from that of the checkpoint.
-
-    The result lists what fits and what does not; its `require` raises Mismatch for the latter.
+    The attention scales may differ.
     """
     return _compare(found, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
@@ -181,10 +159,7 @@ def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
 def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with a model that loads its arrays as they are.
 
-    - `found`, `config`: as for `compare_leaves`.
-
-    It also reports a differing attention scale, as loading an Orbax checkpoint scales no query
-    kernels.
+    It also reports a differing attention scale, as loading an Orbax checkpoint scales no kernels.
     """
     result = compare_leaves(found, config)
     if found.layout.format != NNX:
@@ -205,12 +180,10 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
 
 
 def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
-    """Compares every layer with the first one, where there is no config to say what is right.
+    """Compares every layer with the first one, where no config says what is right.
 
     Without a config, a lost head cannot be told from tied embeddings. So a checkpoint without a
-    head does not fit.
-
-    Returns the comparison, and the shape and dtype of each parameter as `model_arrays` gives them.
+    head does not fit. Also returns the parameters as `model_arrays` does.
     """
     arrays: dict[str, ArraySpec] = {}
     kinds = layer_names(found)
@@ -263,7 +236,7 @@ def _compare(
 ) -> Comparison:
     """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout.
 
-    - `layers`: how many layers the model has, and how many of them are before the pipeline.
+    `layers` has the number of layers of the model, and of those before the pipeline.
     """
     result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
@@ -308,7 +281,6 @@ def _first_layer_leaf(found: Inspection) -> str:
 def _compare_part(
     result: Comparison, found: Inspection, part: str, expected: Mapping[str, ArraySpec]
 ) -> None:
-    """Adds to the result how the leaves of one part differ from the expected ones."""
     leaves = found.part(part)
     prefix = _prefix(leaves)
     for name, spec in expected.items():

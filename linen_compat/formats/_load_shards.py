@@ -29,7 +29,7 @@ Tree = TypeVar("Tree")
 
 
 class SourceOfParts(LayerSource, Protocol):
-    """A source that can read a part of an array."""
+    """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
 
     def read(
         self,
@@ -37,26 +37,15 @@ class SourceOfParts(LayerSource, Protocol):
         layer: int | None,
         part: str = PARAMETERS,
         index: tuple[slice, ...] = (),
-    ) -> np.ndarray:
-        """A part of one array of one layer.
+    ) -> np.ndarray: ...
 
-        - `path`, `layer`, `part`: as in `LayerSource.read`.
-        - `index`: a slice for each axis of the array; empty for the whole array.
-        """
-        ...
-
-    def close(self) -> None:
-        """Releases what is held between reads."""
-        ...
+    def close(self) -> None: ...
 
 
 def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
-    """The model of a config with the parameters of a source.
+    """The model of a config with the parameters of a source that was compared with it.
 
-    - `source`: has been compared with the config, so that every leaf is accounted for.
-    - `config`: its pipeline is adapted to the mesh by `for_mesh`.
-    - `mesh`: where the arrays are placed. None means the mesh of `jax.set_mesh`, and without one
-      the first device.
+    Without a mesh it is on that of `jax.set_mesh`, or else on the first device.
     """
     mesh = mesh or mesh_in_use()
     config = for_mesh(config, mesh)
@@ -66,16 +55,12 @@ def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtr
 
 
 def mesh_in_use() -> Mesh | None:
-    """The mesh of `jax.set_mesh`, or None where there is none."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
 
 
 def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     """The config, with its pipeline adapted so that this mesh can hold the weights.
-
-    - `config`: of the model; only its pipeline changes.
-    - `mesh`: axes that it lacks count as axes of size 1, and None as a mesh without stages.
 
     `num_repeats` stays as it is where it divides the number of layers that a stage holds or
     `pad_layers` is set, and otherwise becomes the largest smaller number that does. So the mesh
@@ -100,7 +85,6 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
 
 
 def _placement(model: Mixtral, mesh: Mesh | None) -> PyTree:
-    """The sharding of each array of a model; without a mesh, the first device."""
     if mesh is not None:
         return variable_shardings(model, model.layout, mesh)
     device = SingleDeviceSharding(jax.devices()[0])
@@ -108,14 +92,10 @@ def _placement(model: Mixtral, mesh: Mesh | None) -> PyTree:
 
 
 def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
-    """A copy of a tree of abstract arrays, with arrays of a source in their places.
+    """A copy of a tree of abstract arrays, with arrays of a part of a source in their places.
 
-    - `tree`: a model, or a moment of the optimizer in the structure of the model.
-    - `shardings`: the sharding of each array, in the same structure.
-    - `source`: reads the arrays; it is closed at the end.
-    - `part`: the part of the source that the arrays are read from.
-
-    Warns of parameters that are NaN or infinite.
+    The tree is a model, or a moment of the optimizer in its structure. Closes the source, and warns
+    of parameters that are NaN or infinite.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     places = jax.tree.leaves(shardings)
@@ -133,8 +113,6 @@ def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAM
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a source, such as its parameters."""
-
     source: SourceOfParts
     name: str
     strange: list[str] = field(default_factory=list)  # arrays that are not finite
@@ -157,8 +135,7 @@ def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _P
     """One parameter as a JAX array; each device of this process reads its own shard.
 
     A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`, or `[layers,
-    …]` before the pipeline. Row-major order of the axes before its own is the order of the layers,
-    whatever the sizes of these axes.
+    …]` before the pipeline. Row-major order of the axes before its own is the order of the layers.
     """
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 

@@ -12,12 +12,7 @@ from nnx_pipeline import InputError, Mixtral
 
 
 class ModelSource:
-    """Arrays in memory as a stream of layers; see `streams.LayerSource`.
-
-    - `model`: gives the number of layers and the attention scale.
-    - `trees`: for each part to be written, a tree of arrays in the structure of the model;
-      `PARAMETERS` must be among them.
-    - `scalars`: the step and the counts, by the names of `streams.SCALARS`.
+    """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
 
     One array at a time is gathered to the host. Raises InputError for a model with parameters that
     no format has a name for.
@@ -63,7 +58,7 @@ class ModelSource:
 
 
 def _on_host(array: jax.Array, path: str) -> np.ndarray:
-    """The whole array in host memory. Raises InputError when other processes hold parts of it."""
+    """The whole array. Raises InputError when other processes hold parts of it."""
     if not array.is_fully_addressable:
         raise InputError(
             f"{path} is sharded over several processes, but one process must write a checkpoint; "

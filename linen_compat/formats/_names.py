@@ -1,10 +1,7 @@
-"""The name of each parameter in this project, in MaxText's Linen tree and in Hugging Face's files.
+"""The name of each parameter here, in MaxText's Linen tree and in Hugging Face's files.
 
-There is one table, read in both directions. The path of a parameter of a layer starts below the
-layer; `orbax.layouts` knows where each layout puts its layers.
-
-A model may have layers of two kinds, dense ones before those of the pipeline (DeepSeek). Each kind
-has names of its own, and layers are numbered from 0 within their kind.
+A model may have layers of two kinds, dense ones before those of the pipeline (DeepSeek). Each
+kind has names of its own, and layers are numbered from 0 within their kind.
 """
 
 import dataclasses
@@ -16,14 +13,10 @@ from nnx_pipeline import InputError, ModelConfig
 
 @dataclass(frozen=True)
 class Names:
-    """The three names of one parameter.
+    """The three names of one parameter; those of a layer's start below the layer.
 
-    - `nnx`: the path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`. That of a layer before
-      the pipeline begins with `EARLY`.
-    - `linen`: the path below `params/params`, or below a layer.
-    - `huggingface`: the name of the tensor, or what follows `model.layers.<number>`. A name with
-      `<expert>` stands for one tensor for each expert.
-    - `group`: what MaxText calls the layers of this kind, where they are not in a pipeline.
+    In Hugging Face's, `<expert>` stands for one tensor for each expert. `group` is what MaxText
+    calls the layers of this kind, where they are not in a pipeline.
     """
 
     nnx: str
@@ -120,10 +113,6 @@ KV_DOWN = LATENT_ATTENTION[3]
 
 
 def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names, ...]:
-    """The same names for the layers of a kind that MaxText calls `group`.
-
-    - `start`: the beginning of their NNX paths.
-    """
     return tuple(dataclasses.replace(one, nnx=start + one.nnx, group=group) for one in names)
 
 
@@ -162,11 +151,9 @@ def check_names(model: ModelConfig) -> None:
 
 
 def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
-    """The parameters of one layer without latent attention.
+    """The parameters of one layer without latent attention, routed with two or more experts.
 
-    - `num_experts`: with two or more the layer is routed.
-    - `qk_norm`: whether queries and keys are normalised. Routed layers have Qwen3's names with it,
-      and Mixtral's without.
+    Routed layers have Qwen3's names with QK norm, and Mixtral's without.
     """
     experts = EXPERTS_OF_QWEN3 if qk_norm else EXPERTS
     attention = (*ATTENTION, *QK_NORMS) if qk_norm else ATTENTION
@@ -174,10 +161,10 @@ def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
 
 
 def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
-    """The parameters of the layers with latent attention: of those with experts, then dense ones.
+    """The parameters of layers with latent attention: of those with experts, then dense ones.
 
-    - `paths`: the NNX paths of the model's parameters, which say what these layers have: a latent
-      vector of queries, a bias of the router, shared experts, dense layers before them.
+    The NNX paths of the model's parameters say what these layers have: a latent vector of queries,
+    a bias of the router, shared experts, dense layers before them.
     """
     attention = LATENT_ATTENTION if LATENT_ATTENTION[0].nnx in paths else PLAIN_QUERY
     named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
@@ -187,11 +174,9 @@ def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
 
 
 def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
-    """The parameters outside the layers, and those of a layer of each kind, of a model.
+    """The parameters outside the layers, and those of a layer of each kind.
 
-    - `paths`: the NNX paths of the model's parameters.
-
-    A model without a head has tied embeddings.
+    `paths` are the NNX paths of the model's parameters. Without a head it has tied embeddings.
     """
     outside = tuple(names for names in OUTSIDE if names.nnx in paths)
     if KV_DOWN.nnx in paths:

@@ -28,16 +28,10 @@ _SAMPLE = 2**16
 def suspicion(
     array: np.ndarray, part: str, *, rows_may_be_zero: bool, all_may_be_zero: bool = False
 ) -> str | None:
-    """What is implausible about an array, or None when nothing is.
+    """What is implausible about the values of a stored array, or None when nothing is.
 
-    - `array`: the floating values of one stored array.
-    - `part`: what the array belongs to: `PARAMETERS` or one of `MOMENTS`.
-    - `rows_may_be_zero`: whether one axis of the array is the vocabulary, in which some tokens may
-      be unused.
-    - `all_may_be_zero`: whether an untrained array of this kind is all zeros, as a scale with an
-      offset is.
-
-    `streams.check_finite` looks for NaN and infinity.
+    Rows may be zero where an axis is the vocabulary, of which some tokens may be unused; all values
+    where an untrained array is zero. NaN and infinity are looked for by `streams.check_finite`.
     """
     strange = _magnitude(array, part)
     # Moments may be zero: those of a parameter without a gradient are.
@@ -49,9 +43,8 @@ def suspicion(
 def zeros_in_a_row(chunks: Iterable[np.ndarray]) -> str | None:
     """What is implausible about the zeros of an array, or None when nothing is.
 
-    - `chunks`: the whole array, in pieces that follow the order in which it is stored.
-
-    A lost block is contiguous in that order, but may be spread over several layers.
+    The chunks follow the order in which it is stored. A lost block is contiguous in that order, but
+    may be spread over several layers.
     """
     longest = run = size = 0
     for block in itertools.chain.from_iterable(map(_blocks, chunks)):
@@ -107,7 +100,6 @@ def _magnitudes(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The flattened array in pieces of `_BLOCK` values or fewer."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         yield flat[start : start + _BLOCK]

@@ -62,7 +62,7 @@ def with_checksum(values: checksums.Json) -> str:
 
 
 def check_checksum(file: Path) -> None:
-    """Raises Mismatch where the first line is a checksum, and the lines below have another one.
+    """Raises Mismatch where the first line is a checksum, and the others have another one.
 
     Whether a file can be read is left to who reads it.
     """
@@ -79,9 +79,7 @@ def check_checksum(file: Path) -> None:
 
 @contextlib.contextmanager
 def claimed(run: str | Path) -> Iterator[None]:
-    """Keeps a run to this process: within the context no other one can claim the same folder.
-
-    - `run`: the folder of a run, or one to be made; an empty one is filled.
+    """Keeps the folder of a run to this process, as long as the context lasts.
 
     `ORIGIN` is locked until the process ends, killed or not. Unfinished folders of killed processes
     are deleted. If there is no step at the end, the files of the run are deleted, and so are the
@@ -114,10 +112,7 @@ def claimed(run: str | Path) -> Iterator[None]:
 
 
 def check_claim(run: Path) -> None:
-    """Raises Mismatch where another folder has replaced a run that is `claimed`.
-
-    - `run`: a folder; nothing is said of one that this process has not claimed.
-    """
+    """Raises Mismatch where another folder has replaced a run that this process has claimed."""
     lock = _claimed.get(run.absolute())
     if lock is not None and not _is_at(lock, run):
         raise Mismatch(
@@ -173,9 +168,9 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
 
 
 def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
-    """Deletes the files of a run without steps, and then the given folders if they are empty.
+    """Deletes the files of a run without steps, and then the `made` folders if they are empty.
 
-    - `lock`: of the file that is locked. Where it is in another folder, nothing is deleted.
+    Nothing is deleted where the locked file is in another folder now.
     """
     with contextlib.suppress(OSError):
         if _is_at(lock, folder) and not _steps(folder):

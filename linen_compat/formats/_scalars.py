@@ -19,19 +19,13 @@ _CURE = (
 
 
 def check_scalars(scalars: Mapping[str, np.ndarray]) -> None:
-    """Raises Mismatch, with the cure, unless these can be the scalars of a training state.
-
-    - `scalars`: arrays by the names of `streams.SCALARS`; those that are absent are not checked.
-    """
+    """Raises Mismatch, with the cure, unless these can be the scalars of a training state."""
     if problem := problem_of(scalars):
         raise Mismatch(problem)
 
 
 def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
-    """What is wrong with the scalars of a training state, or None when nothing is.
-
-    - `scalars`: as for `check_scalars`.
-    """
+    """What is wrong with the scalars that are there, by the names of `streams.SCALARS`."""
     for name, title in _TITLES.items():
         value = scalars.get(name)
         if value is not None and not is_count(value):

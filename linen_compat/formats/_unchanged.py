@@ -12,21 +12,17 @@ Stamp = tuple[int, int, int]
 
 
 class Unchanged:
-    """A context in which a checkpoint is read; its files are looked at now, and at the end.
-
-    - `folder`: the folder of the checkpoint.
-    - `files`: the files that must not change, by default all; later files may come.
+    """A context in which a checkpoint is read.
 
     Raises Mismatch at the end for a file whose size, time of change or inode has changed since this
-    object was made, in the place of errors from reading it.
+    object was made, in the place of errors from reading it. Later files may come.
     """
 
     def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
         found = Path(folder).glob("**/*") if files is None else files
         self._stamps = {path: _stamp(path) for path in found if path.is_file()}
 
-    def __enter__(self) -> None:
-        """Reading begins."""
+    def __enter__(self) -> None: ...
 
     def __exit__(
         self,

@@ -245,11 +245,7 @@ def listed_keys() -> list[str]:
 
 
 def is_accepted(key: str, value: object) -> bool:
-    """Whether a fixed key has a value that this project computes with.
-
-    - `key`: one of `FIXED`.
-    - `value`: the value in a configuration; a list may be written as text.
-    """
+    """Whether a fixed key has a value that this project computes with."""
     if isinstance(value, str) and value.startswith("["):
         try:
             value = ast.literal_eval(value)  # MaxText writes lists as text into its dumps

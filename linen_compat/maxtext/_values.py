@@ -87,8 +87,6 @@ DEFAULTS: Fields = {
 def typed(values: Values) -> Fields:
     """Every mapped value in the type of its default, since YAML reads 3e-5 as text.
 
-    - `values`: a value for each mapped key at least.
-
     Raises InputError, naming the key, for a value that cannot have that type.
     """
     result = dict(values)
@@ -108,13 +106,7 @@ def typed(values: Values) -> Fields:
 
 
 def as_number(key: str, value: Any, kind: type[Number]) -> Number:
-    """A value as a whole number or as a float.
-
-    - `key`: what the message names.
-    - `kind`: `int` or `float`.
-
-    Raises InputError when it is no such number, or not a finite one.
-    """
+    """Raises InputError where a value is no whole number or float, or not a finite one."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -125,9 +117,6 @@ def as_number(key: str, value: Any, kind: type[Number]) -> Number:
 
 
 def wrong_type(key: str, value: object, kind: type) -> InputError:
-    """The error for a value that is not of the type of its default.
-
-    - `kind`: the type of the default.
-    """
+    """The error for a value that is not of the type of its default."""
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     return InputError(f"{key}={shown(value)} must be {wanted}, such as {DEFAULTS[key]!r}")

@@ -1,14 +1,11 @@
-"""Reads YAML in which each key of a mapping stands once.
-
-PyYAML alone would take the last of two values without a word.
-"""
+"""YAML in which each key of a mapping stands once."""
 
 import yaml
 from yaml.composer import ComposerError
 
 
 def load_yaml(text: str) -> object:
-    """The plain value of a YAML text.
+    """The plain value of a YAML text; PyYAML alone would take the last of two values silently.
 
     Raises yaml.YAMLError for what is not YAML, and for a key that stands twice in a mapping.
     """

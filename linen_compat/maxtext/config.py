@@ -95,12 +95,7 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
 
 
 def config_from_yaml(name: str) -> Config:
-    """The config that the command-line option `--config` names.
-
-    - `name`: a MaxText YAML file, a YAML file of this project's sections, or a preset.
-
-    Raises InputError when it is none of them.
-    """
+    """The config of a MaxText YAML file, of a YAML of this project's sections, or a preset."""
     if not name or not local(name).exists():
         if name in PRESETS:
             return preset(name)

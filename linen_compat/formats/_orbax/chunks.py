@@ -20,11 +20,7 @@ Box = tuple[slice, ...]  # a part of an array, with a slice for each of its axes
 
 @dataclass(frozen=True)
 class Grid:
-    """An array that is cut into chunks, which are numbered in row-major order.
-
-    - `shape`: the shape of the array.
-    - `chunk`: the shape of a whole chunk; the last one along an axis may be cut off.
-    """
+    """An array that is cut into chunks, which are numbered in row-major order."""
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
@@ -56,11 +52,7 @@ class Grid:
 
 
 def box_of(shape: Sequence[int], indices: Sequence[Index]) -> Box:
-    """The box of an array that is selected by several indices, one after the other.
-
-    - `shape`: the shape of the array.
-    - `indices`: each applies to the axes that the one before left; slices have a step of 1.
-    """
+    """The box of an array that indices of step 1 select, each of what the one before left."""
     box = [slice(0, size) for size in shape]
     left = list(range(len(box)))
     for index in indices:
@@ -76,17 +68,12 @@ def box_of(shape: Sequence[int], indices: Sequence[Index]) -> Box:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether the box `outer` contains all of the box `inner`."""
     pairs = zip(outer, inner, strict=True)
     return all(a.start <= b.start and b.stop <= a.stop for a, b in pairs)
 
 
 def within(outer: Box, inner: Box) -> Box:
-    """A box in the coordinates of another one, whose first element then has index 0.
-
-    - `outer`: the box that gives the new origin.
-    - `inner`: a box within it.
-    """
+    """The box `inner` in coordinates in which the first element of `outer` has index 0."""
     pairs = zip(outer, inner, strict=True)
     return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in pairs)
 

@@ -29,16 +29,7 @@ STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexErr
 
 @dataclass(frozen=True)
 class Metadata:
-    """The contents of a checkpoint's `_METADATA`.
-
-    - `leaves`: the path of every array, keys joined by `/`.
-    - `ocdbt`: whether the arrays are in an OCDBT database.
-    - `zeros_left_out`: whether a missing chunk may mean zeros, as in older checkpoints.
-    - `attention_scale`: of the model, in the format `nnx`; None in other formats.
-    - `chunks`: the checksums of each array's chunks in the order of their places; None where
-      another program wrote.
-    - `mark`: the mark that the checkpoint's arrays have; None where another program wrote.
-    """
+    """The contents of a checkpoint's `_METADATA`."""
 
     leaves: tuple[str, ...]
     ocdbt: bool
@@ -49,7 +40,7 @@ class Metadata:
 
 
 def read_metadata(items: Path) -> Metadata:
-    """Reads `_METADATA` of a folder. Raises Mismatch when it is damaged or missing."""
+    """Raises Mismatch when the file is damaged or missing."""
     file = items / METADATA
     values = _read_json(file)
     custom = values.get("custom_metadata") or {}
@@ -80,12 +71,7 @@ def read_metadata(items: Path) -> Metadata:
 
 
 def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> None:
-    """Raises Mismatch unless an array and the metadata beside it belong to one checkpoint.
-
-    - `metadata`, `items`: the metadata and the folder that has them.
-    - `leaf`: the path of the array, for the message.
-    - `mark`: of the array; None where another program wrote it.
-    """
+    """Raises Mismatch unless an array with this mark and the metadata belong to one checkpoint."""
     if mark != metadata.mark:
         raise Mismatch(
             f"{items / METADATA} belongs to another checkpoint than {leaf}, or has lost its "
@@ -98,13 +84,12 @@ def _is_above_zero(value: object) -> bool:
 
 
 def metadata_with_checksum(values: checksums.Json) -> checksums.Json:
-    """The contents of `_METADATA`, with a checksum of them among the custom metadata."""
     custom = {**(values.get("custom_metadata") or {}), _CHECKSUM: _checksum(values)}
     return {**values, "custom_metadata": custom}
 
 
 def _checksum(values: checksums.Json) -> str:
-    """The checksum of the contents of `_METADATA` without the checksum itself."""
+    """The checksum of the contents without the checksum itself."""
     custom = {k: v for k, v in (values.get("custom_metadata") or {}).items() if k != _CHECKSUM}
     return checksums.of_values({**values, "custom_metadata": custom})
 
@@ -141,7 +126,7 @@ def check_index(items: Path) -> None:
 
 
 def _check_regular(items: Path) -> None:
-    """Raises Mismatch for a pipe or a device in a checkpoint, which TensorStore would wait for."""
+    """Raises Mismatch for a pipe or a device, which TensorStore would wait for."""
     for folder, _, names in os.walk(items):
         for path in (Path(folder) / name for name in names):
             if path.exists() and not path.is_file():
@@ -149,12 +134,10 @@ def _check_regular(items: Path) -> None:
 
 
 def check_databases(items: Path) -> None:
-    """Reads the indices of every database in a checkpoint, also of single processes.
+    """Reads the indices of all versions of every database, also of single processes.
 
-    All versions that a database has are read. Files end with an index, so one that was truncated
-    shows even where it has lost nothing that the checkpoint refers to.
-
-    Raises Mismatch, naming the folder and a leaf.
+    Files end with an index, so one that was truncated shows even where it has lost nothing that the
+    checkpoint refers to. Raises Mismatch, naming the folder and a leaf.
     """
     processes = sorted(items.glob("ocdbt.process_*"))
     for folder in (items, *processes) if (items / MANIFEST).exists() else ():
@@ -176,11 +159,7 @@ def check_databases(items: Path) -> None:
 
 
 def unreadable(what: str, error: Exception) -> Mismatch:
-    """The error for something that cannot be read, because it is damaged or access to it is denied.
-
-    - `what`: what cannot be read, for the message.
-    - `error`: from TensorStore, whose reason becomes part of the message, or from the system.
-    """
+    """The error for what is damaged or may not be read, with the reason that `error` gives."""
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
         return Mismatch(
             f"{what} may not be read by this user, so it could not be checked; "

@@ -35,12 +35,7 @@ from nnx_pipeline.lab._files import local
 
 @dataclass(frozen=True)
 class Leaf:
-    """One stored array, without its values.
-
-    - `shape`: of the whole stored array, with the axes that stack the layers.
-    - `dtype`: the name of its dtype.
-    - `stored`: its path in the checkpoint's tree, keys joined by `/`.
-    """
+    """One stored array, without its values: its whole shape, its dtype's name, and its path."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,12 +43,10 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def spec(self) -> ArraySpec:
-        """Shape and dtype."""
         return ArraySpec(self.shape, np.dtype(jnp.dtype(self.dtype)))
 
 
@@ -64,17 +57,9 @@ Leaves = dict[str, Leaf]
 class Inspection:
     """The layout and the leaves of a checkpoint.
 
-    - `items`: the folder that holds the arrays.
-    - `layout`: the format of the checkpoint, and how it stacks its layers.
-    - `parameters`: leaves by their paths below `params/params`, or below `model` in the format
-      `nnx`.
-    - `moments`: leaves by the same paths, for each of `mu` and `nu` that is there.
-    - `scalars`: leaves by the names of `streams.SCALARS`.
-    - `ignored`: leaves of no use, by their whole paths: the state of random number generators, and
-      for `parameters_alone` the state of the optimizer.
-    - `unknown`: all other leaves, by their whole paths.
-    - `attention_scale`: `model.attention_scale` of the saved model; for MaxText from
-      `layouts.scale_of_maxtext`. None with latent attention, where the config says it.
+    Parameters and moments are by their paths below `params/params`, or below `model` in the format
+    `nnx`; scalars by the names of `streams.SCALARS`; ignored and unknown leaves by whole paths.
+    `attention_scale` is None with latent attention, where the config says it.
     """
 
     items: Path
@@ -88,12 +73,10 @@ class Inspection:
 
     @property
     def is_latent(self) -> bool:
-        """Whether the layers have multi-head latent attention."""
         return any(map(_is_latent, self.parameters))
 
     @property
     def parameter_count(self) -> int:
-        """The number of parameters, counting each element of each array."""
         return sum(leaf.size for leaf in self.parameters.values())
 
     @property
@@ -109,10 +92,9 @@ class Inspection:
 
     @property
     def other_optimizer(self) -> str | None:
-        """A sentence about the state of an optimizer other than AdamW; None where there is none.
+        """A sentence about the state of another optimizer than AdamW, if any.
 
-        A state with both moments and no other leaf counts as AdamW's. If it is not complete, it is
-        damaged.
+        A state with both moments and no other leaf is AdamW's. If not complete, it is damaged.
         """
         known = len(self.moments) == len(MOMENTS)
         if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
@@ -125,7 +107,7 @@ class Inspection:
 
     @property
     def parameters_alone(self) -> "Inspection":
-        """The same checkpoint with the optimizer's state among the leaves of no use."""
+        """The same with the optimizer's state among the leaves of no use."""
         state = self.optimizer
 
         def rest(leaves: Leaves) -> Leaves:
@@ -141,11 +123,9 @@ class Inspection:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that a `streams.LayerSource` of this checkpoint has."""
         return (PARAMETERS, *self.moments)
 
     def part(self, part: str) -> Leaves:
-        """The leaves of one part, such as `PARAMETERS`."""
         return self.parameters if part == PARAMETERS else self.moments[part]
 
 
@@ -158,10 +138,7 @@ _OF_PARAMETER = re.compile(
 
 
 def optimizer_names(state: Leaves) -> list[str]:
-    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once.
-
-    - `state`: its leaves, by their whole paths.
-    """
+    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once."""
     return list(dict.fromkeys(_OF_PARAMETER.sub("", name) for name in state))
 
 
@@ -177,13 +154,11 @@ def existing_folder(checkpoint: str | Path) -> Path:
 
 
 def find_items(checkpoint: str | Path) -> Path:
-    """The folder that holds the arrays of a checkpoint.
+    """The folder that holds the arrays of a checkpoint: a run, a step, or that folder itself.
 
-    - `checkpoint`: a run, of which the latest step is taken, one step, or the folder of the arrays
-      itself. A step has its arrays in the step folder, in `items`, or in the only other folder with
-      arrays, such as `default` or `state`.
-
-    Names alone decide which step is the latest; an earlier one is never taken instead.
+    A step has its arrays in the step folder, in `items`, or in the only other folder with arrays,
+    such as `default` or `state`. Names alone decide which step of a run is the latest; an earlier
+    one is never taken instead.
 
     Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
     and Mismatch, naming the step or the file, when there is one that was not written to its end,
@@ -253,7 +228,7 @@ def _steps(run: Path) -> list[Path]:
 
 
 def _items_of_latest(steps: list[Path]) -> Path:
-    """The folder with the arrays of the last step; raises Mismatch where it cannot be read."""
+    """The folder with the arrays of the last step; Mismatch where it cannot be read."""
     step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
     example = f", such as {earlier[-1]}" if earlier else ""
     give = f"give another step by its name{example}"
@@ -293,10 +268,7 @@ def _has_metadata(folder: Path) -> bool:
 def inspect(checkpoint: str | Path) -> Inspection:
     """Reads names, shapes and dtypes of a checkpoint, and works out its layout.
 
-    - `checkpoint`: as for `find_items`.
-
-    Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
-    layout of MaxText's decoder.
+    Raises the errors of `find_items`, and Mismatch for what cannot be read or has no such layout.
     """
     items = find_items(checkpoint)
     check_index(items)  # names what is lost more clearly than opening an array does
@@ -349,10 +321,7 @@ def _check_step(items: Path, scalars: Leaves) -> None:
 
 
 def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
-    """The error for a tree in which no parameter is found by its name.
-
-    - `stored`: the paths of its leaves.
-    """
+    """The error for a tree in which no parameter is found by its name."""
     names = list(dict.fromkeys(name.split("/")[0] for name in stored))
     if any(name.startswith("pipeline/layers/") for name in stored):
         cure = (
@@ -373,7 +342,6 @@ def _is_latent(path: str) -> bool:
 
 
 def _scale_of_maxtext(parameters: Leaves, layout: TreeLayout) -> float:
-    """The attention scale of a checkpoint of MaxText with these parameters."""
     name = QK_NORMS[0].linen
     shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
     shape = next(shapes, None)

@@ -1,9 +1,7 @@
 """Where each layout stores each layer of each parameter: names and indices, no arrays.
 
 Layers are numbered in the order in which a token passes them, from 0 before the pipeline and again
-from 0 in it. One layer of one parameter is one slot: a stored array and an index into it. To
-convert a checkpoint to another layout, the slots of one layout are read and those of the other
-written.
+from 0 in it.
 """
 
 import re
@@ -58,11 +56,7 @@ _RANKS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one layer of one parameter is stored.
-
-    - `leaf`: the path of a stored array.
-    - `index`: the index of the layer in that array; empty where it holds nothing else.
-    """
+    """The path of a stored array, and the index of one layer in it, if it holds others too."""
 
     leaf: str
     index: tuple[int | slice, ...] = ()
@@ -72,21 +66,14 @@ class Slot:
 class TreeLayout:
     """How a tree of parameters stores its layers.
 
-    - `format`: one of `FORMATS`.
-    - `num_layers`: the number of layers of the model.
-    - `stages`: the number of stages of the pipeline; 1 for unscanned and scanned trees.
-    - `repeats`: how often a microbatch passes through all stages; 1 for unscanned and scanned
-      trees.
-    - `num_dense_layers`: how many of the layers are dense ones before the pipeline.
-
     Of the layers of the pipeline, layer = (repeat · stages + stage) · layers_per_stage + j.
     `maxtext:pipelined` has one array per j with leading axes `[repeats, stages]`, or `[stages]`
     with one repeat; `nnx` has one array with leading axes `[repeats, stages, layers_per_stage]`.
     The layers before the pipeline are scanned in both: with their axis first in `nnx`, and second
-    in `maxtext:pipelined`.
+    in `maxtext:pipelined`. Unscanned and scanned trees have one stage and one repeat.
 
-    Raises InputError for an unknown format, for stages or repeats where the format has none, and
-    when the number of layers does not divide into them.
+    Raises InputError for stages or repeats where the format has none, and when the number of layers
+    does not divide into them.
     """
 
     format: str
@@ -119,29 +106,24 @@ class TreeLayout:
 
     @property
     def layers_per_stage(self) -> int:
-        """How many consecutive layers a stage applies at each visit."""
         return self.num_pipeline_layers // (self.stages * self.repeats)
 
     @property
     def num_pipeline_layers(self) -> int:
-        """How many layers are stacked by stages and repeats: all but the dense first ones."""
+        """All layers but the dense ones before the pipeline."""
         return self.num_layers - self.num_dense_layers
 
     def count(self, names: Names) -> int:
-        """How many layers have a parameter: those before the pipeline, or those in it."""
+        """How many layers have a parameter."""
         return self.num_dense_layers if names.is_early else self.num_pipeline_layers
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """The repeat and the stage of a layer of the pipeline, and its place within the stage."""
+        """The repeat and the stage of a layer of the pipeline, and its place in the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
 
     def slot(self, names: Names, layer: int | None) -> Slot:
-        """Where one layer of a parameter is stored.
-
-        - `names`: the names of the parameter.
-        - `layer`: the number of the layer within its kind, from 0; None outside the layers.
-        """
+        """Where a layer is stored, by its number within its kind; None is outside the layers."""
         if layer is None:
             return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
         if self.format == UNSCANNED:
@@ -159,10 +141,7 @@ class TreeLayout:
         return Slot(f"{_PIPELINE}/{inner}{names.linen}", at)
 
     def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored array of a parameter whose layers have this shape each.
-
-        - `names`: the names of a parameter of the layers.
-        """
+        """The shape of the stored array of layers that have this shape each."""
         if self.format == UNSCANNED:
             return shape
         if self.format == NNX and names.is_early:
@@ -174,7 +153,6 @@ class TreeLayout:
         return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
 
     def stacked_axes(self, names: Names) -> range:
-        """The axes of a stored array along which layers are stacked."""
         if self.format == UNSCANNED:
             return range(0)
         if self.format == NNX:
@@ -184,16 +162,12 @@ class TreeLayout:
         return range(2 if self.repeats > 1 else 1)
 
     def unstacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one layer has in a stored array of this shape: undoes `stacked`."""
+        """The shape that one layer has in a stored array of this shape."""
         axes = self.stacked_axes(names)
         return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
     def leaves(self, arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-        """Every stored array of a model, by its path.
-
-        - `arrays`: the parameters by NNX path; those of the layers as in one layer. Without a head,
-          the embeddings are tied.
-        """
+        """Every stored array by its path, from parameters by NNX path as in one layer."""
         outside, of_layers = of_model(arrays)
         found = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
         for names in of_layers:
@@ -211,13 +185,10 @@ class TreeLayout:
 
 
 def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
-    """The `model.attention_scale` with which MaxText's models without latent attention compute.
-
-    - `head_dim_of_norm`: the size of a head in a model with QK norm; None for a model without.
+    """The `model.attention_scale` of MaxText's models without latent attention.
 
     It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
-    undo that, so models with QK norm multiply by the factor after the norm. With latent attention
-    the config says the factor (`maxtext.deepseek`).
+    undo that, so models with QK norm multiply by the factor after the norm.
     """
     return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
 
@@ -230,17 +201,12 @@ def slashed(nnx_path: str) -> str:
 def find_layout(
     shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint"
 ) -> TreeLayout:
-    """The layout of a tree, worked out from the names and shapes of its arrays.
+    """The layout of a tree, from the names and shapes of its arrays.
 
-    - `shapes`: the shape of each array by its path below `params/params`, or below `model` for
-      `nnx`.
-    - `where`: what messages call the checkpoint.
+    `shapes` are by the path below `params/params`, or below `model` for `nnx`. The sizes of the
+    stacking axes that occur most often count, so that one array of another shape changes nothing.
 
-    The sizes of the stacking axes that occur most often count, so that one array of another shape
-    than the rest does not change the answer.
-
-    Raises Mismatch when there are no layers of MaxText's decoder, or when they are stacked in a way
-    that cannot be read.
+    Raises Mismatch for no layers of MaxText's decoder, or layers stacked in a way that is not read.
     """
     _refuse_what_is_outside(shapes)
     dense = _dense_layers(shapes)
@@ -276,11 +242,6 @@ def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
 
 
 def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: int) -> TreeLayout:
-    """The layout of a pipelined tree.
-
-    - `leading`: how often each tuple of stacking axes occurs.
-    - `dense`: how many layers are before the pipeline.
-    """
     axes, _ = leading.most_common(1)[0]
     if len(axes) > 2:
         example = next(name for name in shapes if name.startswith(_PIPELINE))
@@ -312,7 +273,7 @@ def _leading(
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises Mismatch for layers outside the pipeline, and for scanned layers of a stage."""
+    """Raises Mismatch for layers outside the pipeline, and scanned ones of a stage."""
     piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
     for name in shapes:
         if "layers_outside_pipeline" in name or (

@@ -33,10 +33,7 @@ _PREFIXES = {
 
 
 def names_by_path(arrays: Mapping[str, object]) -> dict[str, Names]:
-    """The names of each parameter of a model by its NNX path.
-
-    - `arrays`: the arrays of the model by NNX path; only the paths count.
-    """
+    """The names of each parameter of a model with these NNX paths."""
     return {names.nnx: names for group in of_model(arrays) for names in group}
 
 
@@ -47,10 +44,7 @@ def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
 
 
 class OrbaxSource:
-    """A checkpoint as a stream of layers, once `comparison.compare_leaves` has found it complete.
-
-    See `streams.LayerSource`.
-    """
+    """A checkpoint as a `LayerSource`, once `compare_leaves` has found it complete."""
 
     def __init__(
         self,
@@ -59,13 +53,9 @@ class OrbaxSource:
         *,
         parameters_only: bool = False,
     ) -> None:
-        """Reads metadata alone.
+        """`arrays` are the model's; their dtypes are replaced by those that are stored.
 
-        - `found`: what the checkpoint holds.
-        - `arrays`: the model's arrays as from `comparison.model_arrays`; their dtypes are replaced
-          by those that are stored.
-        - `parameters_only`: whether to leave out the optimizer's state. The step is kept, unless
-          its chunk is missing.
+        With `parameters_only` the step is kept, unless its chunk is missing.
         """
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.num_dense_layers = found.layout.num_dense_layers
@@ -80,10 +70,7 @@ class OrbaxSource:
 
     @functools.cached_property
     def scalars(self) -> Mapping[str, np.ndarray]:
-        """The scalars as in `streams.LayerSource`.
-
-        They are read at the first access, because a model alone needs none.
-        """
+        """Read at the first access, because a model alone needs none."""
         if not self._parameters_only:
             return read_scalars(self._found)
         step = self._found.scalars.get("step")
@@ -103,17 +90,11 @@ class OrbaxSource:
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """An array or a part of it; see `streams.LayerSource.read`.
-
-        - `index`: the part of the array; the whole by default.
-        """
         slot = self.layout.slot(self._names[path], layer)
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
         """The chunks of the stored array that holds a parameter, in row-major order.
-
-        - `path`, `layer`: as in `streams.LayerSource.read`.
 
         That array may hold other layers too; their chunks are given as well.
         """
@@ -127,7 +108,6 @@ class OrbaxSource:
         check_databases(self._found.items)
 
     def close(self) -> None:
-        """Releases the array that was read last."""
         self._files.close()
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
@@ -135,7 +115,7 @@ class OrbaxSource:
 
 
 class OrbaxDestination:
-    """A new Orbax checkpoint, of MaxText or of this project. See `streams.LayerDestination`."""
+    """A new Orbax checkpoint, of MaxText or of this project, as a `LayerDestination`."""
 
     parts: tuple[str, ...] = (PARAMETERS, *MOMENTS)
 
@@ -147,14 +127,7 @@ class OrbaxDestination:
         *,
         attention_scale: float | None = 1.0,
     ) -> None:
-        """Prepares to write; nothing is written yet.
-
-        - `folder`: an empty folder.
-        - `layout`: where each layer goes.
-        - `arrays`: shape and dtype of the arrays to be written, by NNX path.
-        - `attention_scale`: the model's own, which the format `nnx` stores, unless it is None.
-          MaxText's formats have the scale of `layouts.scale_of_maxtext`.
-        """
+        """`folder` is empty, and `attention_scale` the model's, which `nnx` stores."""
         self.layout = layout
         self._family = "nnx" if layout.format == NNX else "maxtext"
         norm = arrays.get(QK_NORMS[0].nnx)
@@ -169,7 +142,6 @@ class OrbaxDestination:
 
     @classmethod
     def like(cls, source: LayerSource, folder: Path, layout: TreeLayout) -> "OrbaxDestination":
-        """A destination for all arrays of a source."""
         return cls(folder, layout, source.arrays, attention_scale=source.attention_scale)
 
     def write(
@@ -194,10 +166,7 @@ class OrbaxDestination:
         self._written.add((part, path, layer))
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes the scalars and the metadata, which make the folder a checkpoint.
-
-        Raises RuntimeError when a layer of an array was never written.
-        """
+        """Raises RuntimeError when a layer of an array was never written."""
         self._check_complete()
         paths = SCALAR_PATHS[self._family]
         if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
@@ -214,7 +183,6 @@ class OrbaxDestination:
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
-        """Raises RuntimeError when a part that was begun lacks a layer."""
         outside = {names.nnx for names in OUTSIDE}
         for part in {part for part, _, _ in self._written}:
             for path in self._arrays:

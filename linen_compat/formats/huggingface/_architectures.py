@@ -16,10 +16,9 @@ Keys = Mapping[str, Any]  # of config.json, with their values; or fields of `Mod
 
 
 class Allowed(NamedTuple):
-    """The values of a key with which a model is computed here.
+    """The values of a key that are computed here, any where there are none, and why no others.
 
-    - `values`: the first one is written; none at all stands for any value.
-    - `reason`: why there are no others, for messages.
+    The first one is written.
     """
 
     values: tuple[object, ...]
@@ -40,9 +39,8 @@ PLAIN_ROUTER: Keys = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of `transformers`.
+    """One class of `transformers`, with its `name` and `model_type` of `config.json`.
 
-    - `name`, `model_type`: as in `config.json`.
     - `absent`: the values that transformers assumes for absent keys.
     - `experts`: the keys of experts and of latent attention, with their fields of `ModelConfig`;
       none for a dense model.
@@ -50,12 +48,8 @@ class Architecture:
     - `other_names`: keys by their names in other versions of transformers.
     - `only`: keys of this class alone, with their supported values. An absent key has the value of
       `absent`, or else the first supported one.
-    - `qk_norm`: whether queries and keys are normalised.
-    - `is_written`: whether models without a window are written as this class; else they are written
-      as an equal one.
-    - `reads_window`: whether it has a sliding window.
+    - `is_written`: whether models without a window are written as this class, not as an equal one.
     - `heads_divide`: whether transformers asks that the heads divide the residual stream's width.
-    - `latent`: whether it has multi-head latent attention.
     """
 
     name: str
@@ -73,7 +67,6 @@ class Architecture:
 
     @property
     def is_routed(self) -> bool:
-        """Whether the layers have experts."""
         return bool(self.experts)
 
 

@@ -13,9 +13,6 @@ READ_APART = ("qk_nope_head_dim", "qk_head_dim")
 def head_dim(values: Keys, absent: Keys) -> int:
     """The width of a whole query, of which the last `qk_rope_head_dim` numbers are rotated.
 
-    - `values`: the contents of `config.json`.
-    - `absent`: the values that transformers assumes for absent keys.
-
     Raises InputError for sizes that are no whole numbers, or that other keys contradict. The key
     `head_dim` has the width of the rotated part.
     """
@@ -39,8 +36,6 @@ def head_dim(values: Keys, absent: Keys) -> int:
 def attention_scale_in(values: Keys) -> float:
     """What transformers multiplies the scores by beside head_dim^-0.5.
 
-    - `values`: the contents of `config.json`, whose rope dictionaries have been checked.
-
     It is (0.1 · mscale_all_dim · ln(factor) + 1)², or 1 without `mscale_all_dim`.
     """
     for name in DICTIONARIES:
@@ -51,10 +46,7 @@ def attention_scale_in(values: Keys) -> float:
 
 
 def check_turns_alone(rope: Keys, name: str) -> None:
-    """Raises InputError where transformers multiplies the rotated numbers by a factor too.
-
-    - `rope`: a dictionary of `rope_type=yarn`.
-    - `name`: what the message calls it.
+    """Raises InputError where yarn also multiplies the rotated numbers by a factor.
 
     Only a part of a head is rotated, so that such a factor is not one of the scores.
     """
@@ -77,7 +69,6 @@ def check_turns_alone(rope: Keys, name: str) -> None:
 
 
 def check_savable_deepseek(model: ModelConfig) -> None:
-    """Raises InputError for a model with latent attention that transformers does not compute."""
     if model.norm_epsilon != 1e-6:
         raise InputError(
             f"model.norm_epsilon={model.norm_epsilon} has no place in a DeepSeek of transformers, "
@@ -110,7 +101,7 @@ def keys_of_yarn(model: ModelConfig) -> Json:
 
 
 def _mscale_of(model: ModelConfig) -> float:
-    """The `mscale` from which `attention_scale` is computed; 0 where it is head_dim^-0.5.
+    """The `mscale` that gives `attention_scale`; 0 where that is head_dim^-0.5.
 
     Raises InputError where there is none.
     """

@@ -1,7 +1,7 @@
 """Folders of safetensors, one file or several with an index, read and written tensor by tensor.
 
-The library that reads such files can write them only from memory as a whole. So the writer here
-lays the files out itself: eight bytes with the length of a JSON header, the header, the tensors.
+The library writes a file only from memory as a whole. So the writer here lays the files out
+itself: eight bytes with the length of a JSON header, the header, the tensors.
 """
 
 import contextlib
@@ -42,8 +42,6 @@ def holds_tensors(folder: Path) -> bool:
 class TensorFolder:
     """The tensors of a folder, by name. `specs` has the shape and dtype of each.
 
-    - `folder`: a folder with `ONE_FILE`, or with `INDEX_FILE` and the files that it names.
-
     Files are opened anew for each tensor, since the pages of a mapped file count as memory of the
     process until it is closed.
 
@@ -71,11 +69,7 @@ class TensorFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, which is checked as a whole first where the folder has checksums.
-
-        - `name`: the name of the tensor.
-        - `index`: a slice for each axis; empty for the whole tensor.
-        """
+        """A part of a tensor, which is checked as a whole first if the folder has checksums."""
         if self.sums is not None and name not in self._checked:
             found = checksums.of_part(*_place(self._files[name], name))
             checksums.require(self.folder, self.sums, name, found)
@@ -147,12 +141,9 @@ def _is_name(file: str) -> bool:
 class NewTensorFolder:
     """Tensors that are being written to an empty folder, in any order, one at a time.
 
-    - `folder`: the empty folder.
-    - `tensors`: shape and dtype of every tensor that will be written, by name.
-    - `shard_bytes`: the most bytes that the tensors of one file take; a larger tensor gets a file
-      of its own. Where everything fits into one file there is no index.
-
-    Each file has its full length from the start.
+    `tensors` has every tensor that will be written. A tensor of more than `shard_bytes` gets a file
+    of its own. Where everything fits into one file there is no index. Each file has its full length
+    from the start.
     """
 
     def __init__(
@@ -168,7 +159,7 @@ class NewTensorFolder:
         self._written: dict[str, str] = {}  # with their checksums
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Stores a tensor. Raises RuntimeError when it is not of the shape and dtype announced."""
+        """Raises RuntimeError unless the tensor has the shape and dtype announced."""
         spec = self.tensors[name]
         if (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise RuntimeError(f"{name} is {array.shape} {array.dtype} instead of {spec}")
@@ -179,7 +170,7 @@ class NewTensorFolder:
         self._written[name] = checksums.of_bytes(content)
 
     def finish(self) -> dict[str, str]:
-        """Writes the index if there are several files, and returns the checksums by tensor.
+        """Writes the index if there are several files; returns the checksums by tensor.
 
         Raises RuntimeError unless every tensor has been written.
         """

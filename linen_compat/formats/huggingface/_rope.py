@@ -34,12 +34,7 @@ KEYS = ("rope_theta", *deepseek.DICTIONARIES)
 
 
 def fields_of_rope(values: Keys, absent_theta: float, file: str, *, latent: bool = False) -> Json:
-    """The fields `rope_…` of a model.
-
-    - `values`: the contents of `config.json`.
-    - `absent_theta`: the base where no key names one.
-    - `file`: what messages call the file.
-    - `latent`: whether the model has latent attention; others are not read with yarn.
+    """The fields `rope_…` of a model; `absent_theta` is the base where no key names one.
 
     Raises InputError for a rotary embedding that is not computed here, and where keys disagree.
     """
@@ -76,11 +71,7 @@ def rope_keys(model: ModelConfig) -> Json:
 
 
 def agreed(found: Mapping[str, Value], absent: Value, file: str) -> Value:
-    """The one value of several keys that mean the same, or `absent` if none of them is there.
-
-    - `found`: the values by their keys.
-    - `file`: what the message calls the file.
-    """
+    """The one value of several keys that mean the same, or `absent` if none of them is there."""
     first, *others = found.values() or (absent,)
     if any(other != first for other in others):
         said = ", ".join(f"{key}={value!r}" for key, value in found.items())

@@ -91,11 +91,8 @@ def own_config(folder: str | Path) -> Config:
 def config_for(folder: str | Path, config: Config | None) -> Config:
     """The config to read a folder with: the one that is given, or else the folder's own.
 
-    - `folder`: a Hugging Face checkpoint, of which only `config.json` is read.
-    - `config`: None for the folder's own. If it leaves `max_position_embeddings` out it gets that
-      of the folder, so that the value is there when the model is saved.
-
-    Raises what `own_config` raises.
+    A given one gets the folder's `max_position_embeddings` where it has none, so that the value is
+    there when the model is saved. Raises what `own_config` raises.
     """
     own = own_config(folder)
     if config is None or config.model.max_position_embeddings is not None:
@@ -113,15 +110,7 @@ def write_huggingface(
     shard_bytes: int = SHARD_BYTES,
     allow_nan: bool = True,
 ) -> None:
-    """Copies a source to a new folder that `transformers` can load.
-
-    - `source`: the parameters of a model of that config.
-    - `folder`: the folder to make; it must not exist yet, or be empty.
-    - `config`: what `config.json` is written from.
-    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
-      larger.
-    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
-    """
+    """Copies the parameters of a model of a config to a new folder for `transformers`."""
     with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
         copy(source, destination, allow_nan=allow_nan)
@@ -130,22 +119,16 @@ def write_huggingface(
 def compare_folder(folder: str | Path, model: ModelConfig) -> Comparison:
     """Compares the tensors and the config of a folder with what a model needs.
 
-    - `folder`: a Hugging Face checkpoint; no tensor of it is read, but for a head beside tied
-      embeddings.
-    - `model`: the config of the model that is to take its tensors.
+    No tensor is read, but for a head beside tied embeddings.
     """
     return _compare(folder, TensorFolder(folder), model)
 
 
 class HuggingFaceSource:
-    """A Hugging Face model as a stream of layers, once every tensor is accounted for.
+    """A Hugging Face model as a `LayerSource`, once every tensor is accounted for.
 
-    - `folder`: the folder of the model.
-    - `model`: the config of the model that is to take the parameters; None for that of
-      `config.json`.
-
-    See `streams.LayerSource`. Arrays have the dtypes that are stored. The query kernels are scaled
-    for `model.attention_scale`.
+    `model` is to take the parameters; None for that of `config.json`. Arrays have the dtypes that
+    are stored. The query kernels are scaled for `model.attention_scale`.
 
     Raises what `linen_compat.load` raises.
     """
@@ -173,10 +156,6 @@ class HuggingFaceSource:
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """An array or a part of it; see `streams.LayerSource.read`.
-
-        - `index`: a slice for each axis of the array; empty for the whole array.
-        """
         array = self._tensors.join(path, layer, self._files.read, index)
         return times_ratio(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
 
@@ -196,16 +175,10 @@ class HuggingFaceSource:
 
 
 class HuggingFaceDestination:
-    """A new folder of safetensors and `config.json`. See `streams.LayerDestination`.
+    """A new folder of safetensors and `config.json` as a `LayerDestination`.
 
-    - `folder`: an empty folder.
-    - `config`: the config of the model that is written.
-    - `arrays`: as in `streams.LayerSource`, with the dtypes to write. If all have one dtype
-      `config.json` names that, and otherwise `param_dtype`.
-    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
-      larger.
-
-    Raises InputError when transformers has no such model.
+    If all arrays have one dtype `config.json` names that, and otherwise `param_dtype`. Raises
+    InputError when transformers has no such model.
     """
 
     parts: tuple[str, ...] = (PARAMETERS,)
@@ -240,10 +213,7 @@ class HuggingFaceDestination:
             self._files.write(name, tensor)
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes the index, `config.json` and the checksums.
-
-        - `scalars`: left behind, as the format has no place for them.
-        """
+        """Writes the index, `config.json` and checksums; no scalar has a place."""
         sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
@@ -276,7 +246,6 @@ def _reordered(model: ModelConfig) -> bool:
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
-    """Compares the tensors and the `config.json` of a folder with what a model needs."""
     own, result = own_config(folder).model, Comparison()
     if own.tied_embeddings and _has_own_head(files):
         if model.tied_embeddings:
@@ -333,7 +302,7 @@ def _has_own_head(files: TensorFolder) -> bool:
 
 
 def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
-    """A line for each difference in what latent attention computes from scores.
+    """A line for each difference in the scores of latent attention.
 
     No kernel is scaled or reordered for it.
     """

@@ -43,11 +43,8 @@ _EXPERT = "<expert>"
 
 @dataclass(frozen=True)
 class Tensors:
-    """The names and shapes of the tensors of a Hugging Face model.
+    """The names and shapes of the tensors of a Hugging Face model with these arrays.
 
-    - `arrays`: the model's arrays as in `streams.LayerSource`.
-    - `num_layers`: the number of its layers.
-    - `num_dense_layers`: how many of them are dense ones before those with experts.
     - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
     - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`, where a model of
       transformers has halves. With latent attention both sides have the same order.
@@ -83,8 +80,7 @@ class Tensors:
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
         """The tensors that hold one array of one layer: a single one, or one for each expert.
 
-        - `path`: the NNX path of the array.
-        - `layer`: the number of the layer among those of its kind; None outside the layers.
+        `layer` is the number of the layer among those of its kind; None outside the layers.
         """
         if layer is None:
             return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
@@ -102,12 +98,7 @@ class Tensors:
         return tuple(name for layer in layers for name in self.names(path, layer))
 
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
-        """One array of one layer, or a part of it, put together from tensors.
-
-        - `path`, `layer`: as for `names`.
-        - `read`: gives a part of a tensor, by the tensor's name and a slice for each of its axes.
-        - `index`: a slice for each axis of the array; empty for the whole array.
-        """
+        """One array of one layer, or a part of it, put together from tensors that `read` gives."""
         shape, names = self.arrays[path].shape, self.names(path, layer)
         index = index or (slice(None),) * len(shape)
         if self.interleaved and path in _ROTATED:  # of a head its values are read together
@@ -116,10 +107,7 @@ class Tensors:
         return self._joined(path, names, read, index)
 
     def _joined(self, path: str, names: tuple[str, ...], read: Read, index: Index) -> np.ndarray:
-        """A part of an array, without another order within a head.
-
-        - `names`: the tensors that hold it.
-        """
+        """A part of an array, without another order within a head."""
         shape = self.arrays[path].shape
         if _inner(path) in _AS_IT_IS:
             return read(names[0], index)
@@ -198,10 +186,7 @@ def _inner(path: str) -> str:
 
 
 def is_fused(names: Mapping[str, object]) -> bool:
-    """Whether a model has the experts of a layer in two tensors.
-
-    - `names`: the names of its tensors, as keys.
-    """
+    """Whether a model with tensors of these names has the experts of a layer in two."""
     return any(name.endswith(_FUSED["feed_forward.gate"]) for name in names)
 
 
@@ -213,13 +198,7 @@ def _interleaving(head_dim: int) -> np.ndarray:
 def _kernel(
     path: str, read: Callable[[Index], np.ndarray], index: Index, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A part of a kernel of this shape, from its tensor `[out, in]`.
-
-    - `path`: the NNX path of the kernel, which tells input axes and output axes apart.
-    - `read`: gives a part of the tensor.
-    - `index`: the part of the kernel, a slice for each axis.
-    - `shape`: the shape of the whole kernel.
-    """
+    """A part of a kernel of this shape, from its tensor `[out, in]`, of which `read` gives any."""
     axes = _INPUT_AXES.get(_inner(path), 1)
     chosen = [len(range(size)[cut]) for cut, size in zip(index, shape, strict=True)]
     inputs, outputs = _rows(index[:axes], shape[:axes]), _rows(index[axes:], shape[axes:])

@@ -192,9 +192,7 @@ def config_to_huggingface(config: Config) -> Json:
 
 
 def read_config_json(path: str | Path) -> Json:
-    """The contents of `config.json`.
-
-    - `path`: the folder of a model, or the file itself.
+    """The contents of the `config.json` of a folder, or of the file itself.
 
     Raises InputError when there is no such file, or no JSON object in it.
     """
@@ -318,7 +316,7 @@ def _longest(values: Keys, absent: Keys) -> int:
 
 
 def _whole_or_missing(values: Keys, key: str) -> int:
-    """The value of a key. Raises InputError unless it is there and a whole number above 0."""
+    """Raises InputError unless the key is there with a whole number above 0."""
     if values.get(key) is None:
         raise InputError(f"{CONFIG_FILE}: {key} is missing")
     value = values[key]
