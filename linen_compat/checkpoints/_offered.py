@@ -28,7 +28,7 @@ from linen_compat.formats._run_files import (
     with_checksum,
 )
 from linen_compat.formats._streams import Mismatch
-from linen_compat.maxtext._yaml_text import load_yaml
+from linen_compat.maxtext._values import load_yaml
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import local, read_regular, write_text
 from nnx_pipeline.lab.errors import unparsed

@@ -1,8 +1,11 @@
-"""MaxText's defaults for the mapped keys that a file leaves out, and the types of their values."""
+"""Values of YAML files, their types, and MaxText's defaults for mapped keys that are left out."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+import yaml
+from yaml.composer import ComposerError
 
 from nnx_pipeline import InputError
 from nnx_pipeline.lab.errors import shown
@@ -120,3 +123,29 @@ def wrong_type(key: str, value: object, kind: type) -> InputError:
     """The error for a value that is not of the type of its default."""
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     return InputError(f"{key}={shown(value)} must be {wanted}, such as {DEFAULTS[key]!r}")
+
+
+def load_yaml(text: str) -> object:
+    """The plain value of a YAML text; PyYAML alone would take the last of two values silently.
+
+    Raises yaml.YAMLError for what is not YAML, and for a key that stands twice in a mapping.
+    """
+    loader = yaml.SafeLoader(text)
+    compose = loader.compose_mapping_node
+    loader.compose_mapping_node = lambda anchor: _with_keys_once(compose(anchor))
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _with_keys_once(mapping: yaml.MappingNode) -> yaml.MappingNode:
+    seen = set()
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        if (key.tag, key.value) in seen:
+            rule = f"the key {key.value!r} stands there twice; keep one of the two"
+            raise ComposerError(None, None, rule, key.start_mark)
+        seen.add((key.tag, key.value))
+    return mapping

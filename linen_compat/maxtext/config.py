@@ -10,8 +10,15 @@ import yaml
 from linen_compat.maxtext import _deepseek as deepseek
 from linen_compat.maxtext import _keys as keys
 from linen_compat.maxtext._families import fields_of_block, keys_of_preset
-from linen_compat.maxtext._values import DEFAULTS, Fields, Values, as_number, typed, wrong_type
-from linen_compat.maxtext._yaml_text import load_yaml
+from linen_compat.maxtext._values import (
+    DEFAULTS,
+    Fields,
+    Values,
+    as_number,
+    load_yaml,
+    typed,
+    wrong_type,
+)
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config._overrides import known_keys
 from nnx_pipeline.config._remat import POLICIES
