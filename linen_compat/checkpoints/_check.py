@@ -11,25 +11,18 @@ import numpy as np
 
 from linen_compat.checkpoints import _reference as reference
 from linen_compat.checkpoints.loading import load
+from linen_compat.formats import _streams as streams
 from linen_compat.formats._checksums import Json
 from linen_compat.formats._comparison import Comparison, compare_to_load, model_arrays
 from linen_compat.formats._load_shards import for_mesh
-from linen_compat.formats._names import OUTSIDE, ROUTER_BIAS, TOKENS
+from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats._orbax.arrays import StoredArrays
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE, NNX
 from linen_compat.formats._orbax.stream import OrbaxSource, read_scalars
 from linen_compat.formats._plausible import suspicion, zeros_in_a_row
 from linen_compat.formats._scalars import problem_of
-from linen_compat.formats._streams import (
-    PARAMETERS,
-    Mismatch,
-    Progress,
-    check_finite,
-    check_sign,
-    no_progress,
-    walk,
-)
+from linen_compat.formats._streams import PARAMETERS, Mismatch, walk
 from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import TensorFolder, files_of
@@ -138,7 +131,7 @@ def read_everything(
     config: Config,
     *,
     allow_nan: bool = False,
-    progress: Progress = no_progress,
+    progress: streams.Progress = streams.no_progress,
 ) -> int:
     """Reads every byte of a checkpoint without problems, and returns the number of bytes.
 
@@ -152,8 +145,8 @@ def read_everything(
         for read in _every_array(diagnosis, config):
             array = read.array
             if read.part is not None:
-                check_finite(array, read.name, allow_nan=allow_nan)
-                check_sign(array, read.name, read.part)
+                streams.check_finite(array, read.name, allow_nan=allow_nan)
+                streams.check_sign(array, read.name, read.part)
                 found = suspicion(
                     array,
                     read.part,
@@ -218,8 +211,7 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
     stack, or scattered through an array whose chunks are cut along the last axis.
     """
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
-    outside = {names.nnx for names in OUTSIDE}
-    left_out = outside | _may_be_zero(config)
+    left_out = PATHS_OUTSIDE | _may_be_zero(config)
     stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
     found = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
     return {name: strange for name, strange in found.items() if strange}

@@ -3,20 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import compare_leaves, compare_with_itself, model_arrays
 from linen_compat.formats._new_folder import Room, check_free, new_folder
 from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats._scalars import check_scalars
-from linen_compat.formats._streams import (
-    LayerDestination,
-    LayerSource,
-    Mismatch,
-    Progress,
-    copy,
-    nbytes_of,
-)
+from linen_compat.formats._streams import Mismatch
 from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
@@ -37,7 +31,7 @@ class Opened:
     have no use here, `optimizer` parts of the optimizer's state that `source` leaves out.
     """
 
-    source: LayerSource
+    source: streams.LayerSource
     files: Unchanged
     layout: TreeLayout | None
     config: Config | None
@@ -56,7 +50,7 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        return nbytes_of(self.opened.source)
+        return streams.nbytes_of(self.opened.source)
 
     @property
     def left_behind(self) -> dict[str, tuple[str, ...]]:
@@ -71,7 +65,7 @@ class Conversion:
         return _without_empty({**place, **unused})
 
     def run(
-        self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
+        self, *, allow_nan: bool = False, progress: streams.Progress = lambda name, nbytes: None
     ) -> None:
         """Converts the checkpoint; the destination appears when it is complete.
 
@@ -82,13 +76,13 @@ class Conversion:
         source, layout, config = self.opened.source, self.layout, self.opened.config
         room = Room(self.nbytes, compressed=layout is not None)
         with new_folder(self.destination, room) as folder, self.opened.files:
-            target: LayerDestination
+            target: streams.LayerDestination
             if layout is None:
                 assert config is not None, "a plan for Hugging Face has a config"
                 target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
             else:
-                target = OrbaxDestination.like(source, folder, layout)
-            copy(source, target, allow_nan=allow_nan, progress=progress)
+                target = OrbaxDestination(source, folder, layout)
+            streams.copy(source, target, allow_nan=allow_nan, progress=progress)
             if isinstance(source, OrbaxSource):
                 source.check_files()  # after the arrays, whose errors name what is lost
 

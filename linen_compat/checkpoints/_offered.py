@@ -14,19 +14,12 @@ from jax.sharding import Mesh
 from linen_compat.checkpoints._named_config import read_config, stored_config
 from linen_compat.checkpoints.loading import load
 from linen_compat.checkpoints.train_state import load_train_state, save_train_state
+from linen_compat.formats import _run_files as runs
 from linen_compat.formats._names import check_names
 from linen_compat.formats._new_folder import new_folder
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
-from linen_compat.formats._run_files import (
-    ORIGIN,
-    RUN_CONFIG,
-    check_checksum,
-    check_claim,
-    claimed,
-    has_steps,
-    with_checksum,
-)
+from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, claimed, with_checksum
 from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
 from nnx_pipeline import Config, InputError
@@ -59,7 +52,7 @@ def begin(folder: str | Path, config: Config, origin: Origin) -> None:
     """Writes what a `claimed` run has beside its steps; where it has steps, its origin stays."""
     run = local(folder)
     write_text(str(run / RUN_CONFIG), with_checksum(dataclasses.asdict(config)))
-    if not has_steps(run):  # it is locked, and so cannot be replaced as a whole
+    if not runs.has_steps(run):  # it is locked, and so cannot be replaced as a whole
         (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
 
 
@@ -71,7 +64,7 @@ def save_step(state: TrainState, folder: str | Path, config: Config, origin: Ori
     the origin in it is another than `begin` wrote.
     """
     run = Path(folder)
-    check_claim(run)
+    runs.check_claim(run)
     if (_config(run), _origin(run)) != (config, origin):
         raise Mismatch(
             f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
@@ -87,7 +80,7 @@ def saved_run(folder: str | Path) -> SavedRun | None:
     Raises InputError where its files cannot be read, and where its newest step is damaged.
     """
     run = local(folder)
-    if not str(folder) or not has_steps(run):
+    if not str(folder) or not runs.has_steps(run):
         return None
     return SavedRun(find_items(run).parent, _config(run), _origin(run))
 
@@ -98,7 +91,7 @@ def _config(run: Path) -> Config:
 
 def _origin(run: Path) -> Origin:
     file = run / ORIGIN
-    check_checksum(file)
+    runs.check_checksum(file)
     try:
         values = load_yaml(read_regular(file))
         if not isinstance(values, dict) or not values.keys() == {"seed", "text"}:

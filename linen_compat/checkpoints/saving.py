@@ -96,4 +96,4 @@ def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout)
     """
     check_scalars(source.scalars)  # so that the checkpoint can be read again
     with new_folder(checkpoint, Room(nbytes_of(source), compressed=True)) as folder:
-        copy(source, OrbaxDestination.like(source, folder, layout), allow_nan=True)
+        copy(source, OrbaxDestination(source, folder, layout), allow_nan=True)

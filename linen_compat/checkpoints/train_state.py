@@ -10,12 +10,7 @@ from jaxtyping import PyTree
 
 from linen_compat.checkpoints.loading import open_source
 from linen_compat.checkpoints.saving import layout_for, write_orbax
-from linen_compat.formats._arguments import (
-    check_config,
-    check_folder,
-    check_savable_state,
-    check_to_load,
-)
+from linen_compat.formats import _arguments as arguments
 from linen_compat.formats._load_shards import fill, for_mesh, mesh_in_use
 from linen_compat.formats._model_source import ModelSource
 from linen_compat.formats._orbax.inspect import Inspection, inspect
@@ -46,8 +41,8 @@ def load_train_state(
     in which these counts differ, in which a leaf of the state is missing, unknown or of another
     shape, in which a second moment is below 0, or in which a moment is NaN or infinite.
     """
-    check_to_load(checkpoint, config, mesh)
-    check_config("config", config, Config)  # a training state needs one
+    arguments.check_to_load(checkpoint, config, mesh)
+    arguments.check_config("config", config, Config)  # a training state needs one
     found = inspect(checkpoint)
     _check_state(found)
     source = open_source(found, config)
@@ -86,8 +81,8 @@ def save_train_state(
 
     Raises InputError for `huggingface`, which has no optimizer's state, and what `save` raises.
     """
-    check_savable_state(state)
-    check_folder("checkpoint", checkpoint)
+    arguments.check_savable_state(state)
+    arguments.check_folder("checkpoint", checkpoint)
     if format == HUGGINGFACE:
         raise InputError(
             f"format={format!r} has no place for the optimizer's state and the step; save the "

@@ -12,27 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from linen_compat.formats._names import (
-    EARLY,
-    EXPERTS,
-    EXPERTS_OF_QWEN3,
-    OF_DEEPSEEK,
-    OUTSIDE,
-    QK_NORMS,
-    Names,
-    check_names,
-    of_deepseek,
-    of_layer,
-)
+from linen_compat.formats import _names as naming
+from linen_compat.formats._names import EARLY, OUTSIDE, QK_NORMS, Names
+from linen_compat.formats._orbax import layouts as layouts
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection, Leaves
-from linen_compat.formats._orbax.layouts import (
-    NNX,
-    PIPELINED,
-    SCANNED,
-    UNSCANNED,
-    TreeLayout,
-    slashed,
-)
+from linen_compat.formats._orbax.layouts import NNX, PIPELINED, TreeLayout, slashed
 from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import Config, InputError, Mixtral
@@ -118,7 +102,7 @@ def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
     The model itself is traced, without a mesh and without making an array. The result is cached:
     for a small checkpoint, tracing takes longer than all the rest of a comparison.
     """
-    check_names(config)
+    naming.check_names(config)
     plain = Config(model=config, pipeline=PipelineConfig())
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
@@ -209,17 +193,17 @@ def layer_names(found: Inspection) -> tuple[Names, ...]:
     scale of a QK norm, or the name of Qwen3's experts, makes it Qwen3's.
     """
     if found.is_latent:
-        return of_deepseek(_latent_paths(found))
+        return naming.of_deepseek(_latent_paths(found))
 
     def has(*ends: str) -> bool:
         return any(name.endswith(ends) for name in found.parameters)
 
     gate = found.parameters.get(_NNX_GATE)
-    stacked = gate is not None and len(found.layout.unstacked(EXPERTS[1], gate.shape)) == 3
-    of_qwen3 = tuple(names.linen for names in EXPERTS_OF_QWEN3)
-    routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in EXPERTS))
+    stacked = gate is not None and len(found.layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3
+    of_qwen3 = tuple(names.linen for names in naming.EXPERTS_OF_QWEN3)
+    routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in naming.EXPERTS))
     scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
-    return of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
+    return naming.of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
 
 
 def _latent_paths(found: Inspection) -> set[str]:
@@ -228,7 +212,7 @@ def _latent_paths(found: Inspection) -> set[str]:
     def places(names: Names) -> set[str]:
         return {found.layout.slot(names, at).leaf for at in range(found.layout.count(names))}
 
-    return {names.nnx for names in OF_DEEPSEEK if places(names) & found.parameters.keys()}
+    return {names.nnx for names in naming.OF_DEEPSEEK if places(names) & found.parameters.keys()}
 
 
 def _compare(
@@ -268,7 +252,7 @@ def _expected_layout(found: TreeLayout, num_layers: int, dense: int) -> TreeLayo
     """
     if (found.num_layers, found.num_dense_layers) == (num_layers, dense):
         return found
-    if found.format in (UNSCANNED, SCANNED):
+    if found.format in (layouts.UNSCANNED, layouts.SCANNED):
         return dataclasses.replace(found, num_layers=num_layers, num_dense_layers=dense)
     return None
 

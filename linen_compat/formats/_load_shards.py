@@ -12,14 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import LAYERS, dotted_path, stack_axes
-from linen_compat.formats._streams import (
-    PARAMETERS,
-    LayerSource,
-    check_finite,
-    check_sign,
-    not_finite,
-)
+from linen_compat.formats._streams import PARAMETERS
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
 from nnx_pipeline.lab.errors import counted, note
 from nnx_pipeline.lab.mesh import AXES
@@ -28,7 +23,7 @@ from nnx_pipeline.sharding.layout import variable_shardings
 Tree = TypeVar("Tree")
 
 
-class SourceOfParts(LayerSource, Protocol):
+class SourceOfParts(streams.LayerSource, Protocol):
     """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
 
     def read(
@@ -122,12 +117,12 @@ class _Part:
         array = self.source.read(path, layer, self.name, cut)
         name = self.source.name(path, layer, self.name)
         if self.name != PARAMETERS:  # training would go on with them, to no useful result
-            check_finite(
+            streams.check_finite(
                 array, name, cure="load the parameters of this one alone with linen_compat.load"
             )
-        elif name not in self.strange and not_finite(array):
+        elif name not in self.strange and streams.not_finite(array):
             self.strange.append(name)
-        check_sign(array, name, self.name)
+        streams.check_sign(array, name, self.name)
         return array
 
 

@@ -41,6 +41,7 @@ OUTSIDE = (
     Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
     Names("head", "decoder/logits_dense/kernel", "lm_head.weight"),
 )
+PATHS_OUTSIDE = frozenset(names.nnx for names in OUTSIDE)
 TOKENS = (OUTSIDE[0], OUTSIDE[2])  # those with a vocabulary axis
 ATTENTION = (
     Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),

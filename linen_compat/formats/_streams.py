@@ -11,7 +11,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats._names import EARLY, KV_DOWN, OUTSIDE, QK_NORMS
+from linen_compat.formats._names import EARLY, KV_DOWN, PATHS_OUTSIDE, QK_NORMS
 from nnx_pipeline import InputError
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
@@ -26,8 +26,7 @@ _PLAIN = (np.float32, np.float16, jnp.bfloat16)
 class Mismatch(InputError):
     """A checkpoint does not hold what was asked for; the message names the leaf.
 
-    The command line then exits with 1 rather than 2: the argument was fine, but the contents of
-    what it names are not.
+    Commands then exit with 1 and not 2: the argument was fine, but not what it names.
     """
 
 
@@ -146,24 +145,18 @@ def copy(
 
 def nbytes_of(source: LayerSource) -> int:
     """Bytes of the arrays of all parts of a source, without the scalars."""
-    outside = {names.nnx for names in OUTSIDE}
     return sum(
-        ArraySpec(spec.shape, source.dtype(path, part)).nbytes
-        * (1 if path in outside else len(source.order(path)))
+        ArraySpec(source.arrays[path].shape, source.dtype(path, part)).nbytes
         for part in source.parts
-        for path, spec in source.arrays.items()
+        for path, _ in walk(source)
     )
 
 
 def walk(source: LayerSource) -> Iterator[tuple[str, int | None]]:
     """The path and the layer of every array of one part, so that each stored array is read once."""
-    outside = {names.nnx for names in OUTSIDE}
     for path in source.arrays:
-        if path in outside:
-            yield path, None
-        else:
-            for layer in source.order(path):
-                yield path, layer
+        for layer in (None,) if path in PATHS_OUTSIDE else source.order(path):
+            yield path, layer
 
 
 def ratio_of(source: float | None, destination: float | None) -> float:
@@ -188,9 +181,8 @@ def check_ratio(paths: Container[str], ratio: float) -> None:
 
 def array_title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
     """The name of an array in messages, such as `mu of attention.query of layer 3`."""
-    early, inner = path.startswith(EARLY), path.removeprefix(EARLY)
-    kind = "dense layer" if early else "layer"
-    place = path if layer is None else f"{inner} of {kind} {layer}"
+    kind = "dense layer" if path.startswith(EARLY) else "layer"
+    place = path if layer is None else f"{path.removeprefix(EARLY)} of {kind} {layer}"
     return place if part == PARAMETERS else f"{part} of {place}"
 
 
@@ -235,8 +227,7 @@ def check_sign(array: np.ndarray, name: str, part: str) -> None:
 def times_ratio(array: np.ndarray, ratio: float) -> np.ndarray:
     """The product of a query kernel and a number, in the dtype of the kernel.
 
-    Scaling by `ratio` and back again changes a value by 1 unit in the last place at most. The
-    product is computed in float64: with a quotient that is rounded to float32 first, the change is
-    up to 2 units (with head_dim 96).
+    In float64, scaling by `ratio` and back again changes a value by 1 unit in the last place at
+    most; in float32 it would be 2 (with head_dim 96).
     """
     return (array.astype(np.float64) * ratio).astype(array.dtype)

@@ -12,18 +12,9 @@ import numpy as np
 import tensorstore as ts
 
 from linen_compat.formats._checksums import Json
+from linen_compat.formats._orbax import corruption as corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
-from linen_compat.formats._orbax.corruption import (
-    CHUNKS,
-    MANIFEST,
-    MARK,
-    METADATA,
-    STORE_ERRORS,
-    check_mark,
-    metadata_with_checksum,
-    read_metadata,
-    unreadable,
-)
+from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
 from linen_compat.formats._paths import in_folder, with_own_names
 from linen_compat.formats._streams import ArraySpec, Mismatch
 
@@ -36,7 +27,7 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
     Raises Mismatch, naming the leaf, when an array cannot be opened or has a dtype that no model
     has, and when the metadata belong to another checkpoint of this project.
     """
-    metadata = read_metadata(items)
+    metadata = corruption.read_metadata(items)
     context = ts.Context()  # one for all, so that the index of a database is read once
     # Begin to open all of them before waiting for the first.
     opened = {
@@ -58,7 +49,7 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
         if dtype.kind not in "biufcV":  # bfloat16 and its like are V
             raise Mismatch(f"{leaf} in {items} is of dtype {store.dtype.name}, which no model has")
         described = store.spec().to_json()["metadata"].get("attributes", {})
-        check_mark(metadata, items, leaf, described.get(MARK))
+        corruption.check_mark(metadata, items, leaf, described.get(MARK))
         found[leaf] = ArraySpec(tuple(store.shape), dtype)
     return found
 
@@ -79,7 +70,7 @@ class StoredArrays:
 
     def __init__(self, items: Path) -> None:
         self.items = items
-        self._metadata = read_metadata(items)
+        self._metadata = corruption.read_metadata(items)
         self._open: dict[str, ts.TensorStore] = {}  # one at most
         self._checked = set[tuple[str, int]]()  # chunks of which parts were asked for
 
@@ -266,7 +257,7 @@ class NewArrays:
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": {**(custom or {}), MARK: self._mark, CHUNKS: sums},
         }
-        text = json.dumps(metadata_with_checksum(metadata))
+        text = json.dumps(corruption.metadata_with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
@@ -301,7 +292,7 @@ def _grid(store: ts.TensorStore) -> Grid:
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> Json:
     """The key-value store of one array: in an OCDBT database, or in files of its own."""
     name = leaf.replace("/", ".") + "/"
-    if new or (items / MANIFEST).exists():
+    if new or (items / corruption.MANIFEST).exists():
         store: Json = {"driver": "ocdbt", "base": in_folder(items), "path": name}
         if new:
             store["config"] = {"max_inline_value_bytes": 1024}

@@ -11,22 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats._names import KV_DOWN, QK_NORMS
+from linen_compat.formats._orbax import corruption as corruption
+from linen_compat.formats._orbax import layouts as layouts
 from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
-from linen_compat.formats._orbax.corruption import (
-    METADATA,
-    check_index,
-    read_metadata,
-    unreadable,
-    was_orbax,
-)
-from linen_compat.formats._orbax.layouts import (
-    NNX,
-    SCANNED,
-    TreeLayout,
-    find_layout,
-    scale_of_maxtext,
-    slashed,
-)
+from linen_compat.formats._orbax.corruption import METADATA, unreadable
+from linen_compat.formats._orbax.layouts import NNX, slashed
 from linen_compat.formats._run_files import is_run
 from linen_compat.formats._streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch
 from nnx_pipeline import InputError
@@ -63,7 +52,7 @@ class Inspection:
     """
 
     items: Path
-    layout: TreeLayout
+    layout: layouts.TreeLayout
     parameters: Leaves
     moments: dict[str, Leaves]
     scalars: Leaves
@@ -174,7 +163,7 @@ def find_items(checkpoint: str | Path) -> Path:
     except OSError as error:
         raise unreadable(str(folder / METADATA), error) from error
     for candidate in (folder / "items", *sorted(folder.iterdir()), folder):
-        if was_orbax(candidate):
+        if corruption.was_orbax(candidate):
             raise Mismatch(
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
@@ -200,7 +189,7 @@ def is_orbax(checkpoint: str | Path) -> bool:
 
 
 def _is_store(folder: Path) -> bool:
-    return (folder / METADATA).is_file() or was_orbax(folder)
+    return (folder / METADATA).is_file() or corruption.was_orbax(folder)
 
 
 def _items_in(folder: Path) -> Path | None:
@@ -271,7 +260,7 @@ def inspect(checkpoint: str | Path) -> Inspection:
     Raises the errors of `find_items`, and Mismatch for what cannot be read or has no such layout.
     """
     items = find_items(checkpoint)
-    check_index(items)  # names what is lost more clearly than opening an array does
+    corruption.check_index(items)  # names what is lost more clearly than opening an array does
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, spec in array_specs(items).items():
         group, name = _group(stored)
@@ -286,8 +275,8 @@ def inspect(checkpoint: str | Path) -> Inspection:
     parameters = found[PARAMETERS]
     if not parameters:
         raise _of_another_model(items, [leaf.stored for leaf in found["unknown"].values()])
-    layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
-    scale = read_metadata(items).attention_scale
+    layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
+    scale = corruption.read_metadata(items).attention_scale
     latent = any(map(_is_latent, parameters))
     if layout.format == NNX and scale is None and not latent:
         raise Mismatch(
@@ -341,13 +330,13 @@ def _is_latent(path: str) -> bool:
     return path.endswith((KV_DOWN.linen, slashed(KV_DOWN.nnx)))
 
 
-def _scale_of_maxtext(parameters: Leaves, layout: TreeLayout) -> float:
+def _scale_of_maxtext(parameters: Leaves, layout: layouts.TreeLayout) -> float:
     name = QK_NORMS[0].linen
     shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
     shape = next(shapes, None)
     if not shape:
-        return scale_of_maxtext(None)
-    return scale_of_maxtext(shape[0] if layout.format == SCANNED else shape[-1])
+        return layouts.scale_of_maxtext(None)
+    return layouts.scale_of_maxtext(shape[0] if layout.format == layouts.SCANNED else shape[-1])
 
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's

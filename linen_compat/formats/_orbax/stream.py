@@ -6,22 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names, of_model
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._names import PATHS_OUTSIDE, QK_NORMS, Names, of_model
 from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
 from linen_compat.formats._orbax.corruption import check_databases
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
-from linen_compat.formats._streams import (
-    MOMENTS,
-    PARAMETERS,
-    SCALARS,
-    ArraySpec,
-    LayerSource,
-    Mismatch,
-    array_title,
-    scale_in_arrays,
-)
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, array_title
 
 _PREFIXES = {
     "maxtext": {
@@ -47,16 +39,9 @@ class OrbaxSource:
     """A checkpoint as a `LayerSource`, once `compare_leaves` has found it complete."""
 
     def __init__(
-        self,
-        found: Inspection,
-        arrays: Mapping[str, ArraySpec],
-        *,
-        parameters_only: bool = False,
+        self, found: Inspection, arrays: Mapping[str, ArraySpec], *, parameters_only: bool = False
     ) -> None:
-        """`arrays` are the model's; their dtypes are replaced by those that are stored.
-
-        With `parameters_only` the step is kept, unless its chunk is missing.
-        """
+        """`arrays` are the model's; their dtypes are replaced by those that are stored."""
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.num_dense_layers = found.layout.num_dense_layers
         self.parts = (PARAMETERS,) if parameters_only else found.parts
@@ -70,7 +55,10 @@ class OrbaxSource:
 
     @functools.cached_property
     def scalars(self) -> Mapping[str, np.ndarray]:
-        """Read at the first access, because a model alone needs none."""
+        """Read at the first access, because a model alone needs none.
+
+        With parameters only there is the step, unless its chunk is missing.
+        """
         if not self._parameters_only:
             return read_scalars(self._found)
         step = self._found.scalars.get("step")
@@ -84,7 +72,7 @@ class OrbaxSource:
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         names = self._names[path]
-        slot = self.layout.slot(names, None if names in OUTSIDE else 0)
+        slot = self.layout.slot(names, None if path in PATHS_OUTSIDE else 0)
         return self._found.part(part)[slot.leaf].spec.dtype
 
     def read(
@@ -94,16 +82,13 @@ class OrbaxSource:
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
-        """The chunks of the stored array that holds a parameter, in row-major order.
-
-        That array may hold other layers too; their chunks are given as well.
-        """
+        """The chunks of the whole stored array that holds a layer, in row-major order."""
         return self._files.in_order(self.name(path, layer))
 
     def check_files(self) -> None:
         """Looks for truncated files that reading every array does not find.
 
-        Call it after reading every array, since an error of reading names the array that is lost.
+        Called after the arrays, since an error of reading names the array that is lost.
         """
         check_databases(self._found.items)
 
@@ -119,30 +104,18 @@ class OrbaxDestination:
 
     parts: tuple[str, ...] = (PARAMETERS, *MOMENTS)
 
-    def __init__(
-        self,
-        folder: Path,
-        layout: TreeLayout,
-        arrays: Mapping[str, ArraySpec],
-        *,
-        attention_scale: float | None = 1.0,
-    ) -> None:
-        """`folder` is empty, and `attention_scale` the model's, which `nnx` stores."""
-        self.layout = layout
+    def __init__(self, source: streams.LayerSource, folder: Path, layout: TreeLayout) -> None:
+        """Has a place for all arrays of a source. The folder is empty."""
+        self.layout, self._arrays = layout, source.arrays
         self._family = "nnx" if layout.format == NNX else "maxtext"
-        norm = arrays.get(QK_NORMS[0].nnx)
-        of_maxtext = scale_in_arrays(
-            arrays, scale_of_maxtext(None if norm is None else norm.shape[0])
-        )
-        self.attention_scale = attention_scale if self._family == "nnx" else of_maxtext
-        self._names = names_by_path(arrays)
+        self.attention_scale = source.attention_scale  # which `nnx` stores
+        if self._family == "maxtext":
+            norm = self._arrays.get(QK_NORMS[0].nnx)
+            scale = scale_of_maxtext(None if norm is None else norm.shape[0])
+            self.attention_scale = streams.scale_in_arrays(self._arrays, scale)
+        self._names = names_by_path(self._arrays)
         self._files = NewArrays(folder)
         self._written = set[tuple[str, str, int | None]]()
-        self._arrays = tuple(arrays)
-
-    @classmethod
-    def like(cls, source: LayerSource, folder: Path, layout: TreeLayout) -> "OrbaxDestination":
-        return cls(folder, layout, source.arrays, attention_scale=source.attention_scale)
 
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
@@ -157,7 +130,7 @@ class OrbaxDestination:
                 axes = self.layout.stacked_axes(names)
             self._files.create(leaf, shape, array.dtype, axes)
         if array.dtype != self._files.dtype(leaf):
-            raise Mismatch(
+            raise streams.Mismatch(
                 f"{array_title(path, layer, part)} is {array.dtype} and another layer of it is "
                 f"{self._files.dtype(leaf)}, but {leaf} can only have one dtype; "
                 "use linen_compat.load, which casts to model.param_dtype, and linen_compat.save"
@@ -171,7 +144,7 @@ class OrbaxDestination:
         paths = SCALAR_PATHS[self._family]
         if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
             scalars = {"schedule_count": scalars["count"], **scalars}
-        for name in SCALARS:
+        for name in streams.SCALARS:
             if name in scalars:
                 value = np.asarray(scalars[name])
                 self._files.create(paths[name], (), value.dtype)
@@ -183,10 +156,9 @@ class OrbaxDestination:
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
-        outside = {names.nnx for names in OUTSIDE}
         for part in {part for part, _, _ in self._written}:
             for path in self._arrays:
-                layers = [None] if path in outside else self.layout.order(self._names[path])
-                absent = [layer for layer in layers if (part, path, layer) not in self._written]
-                if absent:
-                    raise RuntimeError(f"{array_title(path, absent[0], part)} was never written")
+                inside = path not in PATHS_OUTSIDE
+                for layer in self.layout.order(self._names[path]) if inside else (None,):
+                    if (part, path, layer) not in self._written:
+                        raise RuntimeError(f"{array_title(path, layer, part)} was never written")

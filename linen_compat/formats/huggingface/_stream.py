@@ -12,23 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import Comparison, model_arrays
 from linen_compat.formats._names import OUTSIDE
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.inspect import is_orbax
-from linen_compat.formats._streams import (
-    PARAMETERS,
-    QUERY,
-    ArraySpec,
-    LayerSource,
-    Mismatch,
-    check_ratio,
-    copy,
-    nbytes_of,
-    ratio_of,
-    scale_in_arrays,
-    times_ratio,
-)
+from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch, times_ratio
 from linen_compat.formats.huggingface._architectures import CONFIG_FILE, Keys
 from linen_compat.formats.huggingface._folder import (
     SHARD_BYTES,
@@ -103,7 +92,7 @@ def config_for(folder: str | Path, config: Config | None) -> Config:
 
 
 def write_huggingface(
-    source: LayerSource,
+    source: streams.LayerSource,
     folder: str | Path,
     config: Config,
     *,
@@ -111,9 +100,9 @@ def write_huggingface(
     allow_nan: bool = True,
 ) -> None:
     """Copies the parameters of a model of a config to a new folder for `transformers`."""
-    with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
+    with new_folder(folder, Room(streams.nbytes_of(source), compressed=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
-        copy(source, destination, allow_nan=allow_nan)
+        streams.copy(source, destination, allow_nan=allow_nan)
 
 
 def compare_folder(folder: str | Path, model: ModelConfig) -> Comparison:
@@ -144,10 +133,10 @@ class HuggingFaceSource:
         self.scalars: Mapping[str, np.ndarray] = {}
         self._tensors = _tensors_of(model, self._files)
         arrays = self._tensors.arrays
-        self.attention_scale = scale_in_arrays(arrays, model.attention_scale)
-        own_scale = scale_in_arrays(arrays, own.attention_scale)
-        self._ratio = ratio_of(own_scale, self.attention_scale)
-        check_ratio(self._tensors.arrays, self._ratio)
+        self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
+        own_scale = streams.scale_in_arrays(arrays, own.attention_scale)
+        self._ratio = streams.ratio_of(own_scale, self.attention_scale)
+        streams.check_ratio(self._tensors.arrays, self._ratio)
         self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
 
     def order(self, path: str) -> Sequence[int]:
@@ -157,7 +146,11 @@ class HuggingFaceSource:
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
         array = self._tensors.join(path, layer, self._files.read, index)
-        return times_ratio(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
+        return (
+            times_ratio(array, self._ratio)
+            if path == streams.QUERY and self._ratio != 1.0
+            else array
+        )
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         return self.arrays[path].dtype
@@ -192,7 +185,7 @@ class HuggingFaceDestination:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.folder = folder
-        self.attention_scale = scale_in_arrays(arrays, config.model.head_dim**-0.5)
+        self.attention_scale = streams.scale_in_arrays(arrays, config.model.head_dim**-0.5)
         self._values = config_to_huggingface(config)
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats._names import EARLY, OUTSIDE, QK_NORMS, ROUTER_BIAS, of_model
+from linen_compat.formats._names import (
+    EARLY,
+    OUTSIDE,
+    PATHS_OUTSIDE,
+    QK_NORMS,
+    ROUTER_BIAS,
+    of_model,
+)
 from linen_compat.formats._streams import ArraySpec
 
 Index = tuple[slice, ...]
@@ -93,8 +100,7 @@ class Tensors:
 
     def of_kind(self, path: str) -> tuple[str, ...]:
         """The tensors that hold one array in all layers."""
-        outside = any(path == names.nnx for names in OUTSIDE)
-        layers = (None,) if outside else range(self.count(path))
+        layers = (None,) if path in PATHS_OUTSIDE else range(self.count(path))
         return tuple(name for layer in layers for name in self.names(path, layer))
 
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
