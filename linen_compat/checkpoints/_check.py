@@ -12,18 +12,16 @@ import numpy as np
 from linen_compat.checkpoints import _reference as reference
 from linen_compat.checkpoints.loading import load
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._checksums import Json
-from linen_compat.formats._comparison import Comparison, compare_to_load, model_arrays
-from linen_compat.formats._load_shards import for_mesh
+from linen_compat.formats._comparison import Comparison, compare_to_load
+from linen_compat.formats._in_memory import for_mesh, model_arrays
+from linen_compat.formats._intact import Json, Unchanged
 from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats._orbax.arrays import StoredArrays
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE, NNX
 from linen_compat.formats._orbax.stream import OrbaxSource, read_scalars
-from linen_compat.formats._plausible import suspicion, zeros_in_a_row
-from linen_compat.formats._scalars import problem_of
+from linen_compat.formats._plausible import problem_of, suspicion, zeros_in_a_row
 from linen_compat.formats._streams import PARAMETERS, Mismatch, walk
-from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import TensorFolder, files_of
 from linen_compat.formats.huggingface._stream import is_huggingface

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._comparison import compare_leaves, compare_with_itself, model_arrays
+from linen_compat.formats._comparison import compare_leaves, compare_with_itself
+from linen_compat.formats._in_memory import model_arrays
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._new_folder import Room, check_free, new_folder
 from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
-from linen_compat.formats._scalars import check_scalars
+from linen_compat.formats._plausible import check_scalars
 from linen_compat.formats._streams import Mismatch
-from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.maxtext._families import check_maxtext

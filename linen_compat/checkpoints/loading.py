@@ -6,11 +6,11 @@ from jax.sharding import Mesh
 
 from linen_compat.checkpoints._named_config import stored_config
 from linen_compat.formats._arguments import check_to_load
-from linen_compat.formats._comparison import compare_to_load, model_arrays
-from linen_compat.formats._load_shards import load_from
+from linen_compat.formats._comparison import compare_to_load
+from linen_compat.formats._in_memory import load_from, model_arrays
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._orbax.inspect import Inspection, find_items, inspect
 from linen_compat.formats._orbax.stream import OrbaxSource
-from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.formats.huggingface._stream import HuggingFaceSource, config_for, is_huggingface
 from nnx_pipeline import Config, InputError, Mixtral

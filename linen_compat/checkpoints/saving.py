@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from linen_compat.formats._arguments import check_folder, check_savable_model
-from linen_compat.formats._model_source import ModelSource
+from linen_compat.formats._in_memory import ModelSource
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination
-from linen_compat.formats._scalars import LARGEST, check_scalars, is_count
+from linen_compat.formats._plausible import LARGEST_STEP, check_scalars, is_count
 from linen_compat.formats._streams import PARAMETERS, LayerSource, copy, nbytes_of
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.maxtext._families import check_maxtext
@@ -63,7 +63,7 @@ def save(
         huggingface.write_huggingface(source, checkpoint, model.config)
         return
     if step is not None and not is_count(step):
-        raise InputError(f"step={step!r} is not a whole number from 0 to {LARGEST}")
+        raise InputError(f"step={step!r} is not a whole number from 0 to {LARGEST_STEP}")
     scalars = {} if step is None else {"step": np.asarray(step, np.int32)}
     source = ModelSource(model, {PARAMETERS: model}, scalars)
     write_orbax(source, checkpoint, layout_for(model, format, stages, repeats))

@@ -11,13 +11,12 @@ from jaxtyping import PyTree
 from linen_compat.checkpoints.loading import open_source
 from linen_compat.checkpoints.saving import layout_for, write_orbax
 from linen_compat.formats import _arguments as arguments
-from linen_compat.formats._load_shards import fill, for_mesh, mesh_in_use
-from linen_compat.formats._model_source import ModelSource
+from linen_compat.formats._in_memory import ModelSource, fill, for_mesh, mesh_in_use
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE
-from linen_compat.formats._scalars import check_scalars
+from linen_compat.formats._plausible import check_scalars
 from linen_compat.formats._streams import MOMENTS, PARAMETERS, Mismatch
-from linen_compat.formats._unchanged import Unchanged
 from nnx_pipeline import Config, InputError, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state
 

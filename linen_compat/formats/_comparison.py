@@ -1,30 +1,25 @@
 """A checkpoint's leaves compared with those that a model needs: names, shapes and dtypes only."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from linen_compat.formats import _names as naming
-from linen_compat.formats._names import EARLY, OUTSIDE, QK_NORMS, Names
-from linen_compat.formats._orbax import layouts as layouts
+from linen_compat.formats._in_memory import model_arrays
+from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names
+from linen_compat.formats._orbax import layouts
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection, Leaves
-from linen_compat.formats._orbax.layouts import NNX, PIPELINED, TreeLayout, slashed
-from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch
+from linen_compat.formats._orbax.layouts import NNX, PIPELINED, slashed
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, Mismatch
 from linen_compat.maxtext._families import check_maxtext
-from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline import InputError
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.lab.errors import counted, nearest
 
-LAYERS = "pipeline.layers."
 _SHOWN = 3
 _TIED = "a model with tied embeddings has no head: give its config, which says so"
 # In NNX the experts have the names of an MLP; a router and one more axis tell them apart.
@@ -95,43 +90,6 @@ class Comparison:
             raise Mismatch(f"{where} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-@functools.lru_cache(maxsize=16)
-def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
-    """Shape and dtype of each parameter by NNX path; parameters of the layers as in one layer.
-
-    The model itself is traced, without a mesh and without making an array. The result is cached:
-    for a small checkpoint, tracing takes longer than all the rest of a comparison.
-    """
-    naming.check_names(config)
-    plain = Config(model=config, pipeline=PipelineConfig())
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
-    arrays = {}
-    for path, leaf in parameter_paths(model).items():
-        shape = leaf.shape[stack_axes(path) :]
-        arrays[path.removeprefix(LAYERS)] = ArraySpec(shape, np.dtype(leaf.dtype))
-    return MappingProxyType(arrays)
-
-
-def stack_axes(path: str) -> int:
-    """How many axes a parameter of a model has before those that it has in one layer.
-
-    They are repeats, stages and layers per stage, or the layers before the pipeline.
-    """
-    return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
-
-
-def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
-    """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {dotted_path(path): leaf for path, leaf in leaves}
-
-
-def dotted_path(path: tuple[object, ...]) -> str:
-    """A key path of JAX as dotted attributes of the model, without a variable's own `value`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-
-
 def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with what a model needs, by names, shapes and dtypes alone.
 
@@ -169,21 +127,19 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
     Without a config, a lost head cannot be told from tied embeddings. So a checkpoint without a
     head does not fit. Also returns the parameters as `model_arrays` does.
     """
-    arrays: dict[str, ArraySpec] = {}
-    kinds = layer_names(found)
-    for names in (*OUTSIDE, *kinds):
-        inside = names in kinds
-        leaf = found.parameters.get(found.layout.slot(names, 0 if inside else None).leaf)
-        if leaf is not None:
-            shape = found.layout.unstacked(names, leaf.shape) if inside else leaf.shape
-            arrays[names.nnx] = ArraySpec(shape, leaf.spec.dtype)
-    absent = [names for names in (*OUTSIDE, *kinds) if names.nnx not in arrays]
+    layout, kinds = found.layout, layer_names(found)
+    paths = {names: layout.slot(names, None).leaf for names in OUTSIDE}
+    paths |= {names: layout.slot(names, 0).leaf for names in kinds}
+    absent = [names for names, path in paths.items() if path not in found.parameters]
     if absent:
-        slots = [found.layout.slot(names, 0 if names in kinds else None) for names in absent]
         notes = [_TIED] if absent == [OUTSIDE[-1]] else []
-        return Comparison(missing=[slot.leaf for slot in slots], notes=notes), arrays
-    layers = (found.layout.num_layers, found.layout.num_dense_layers)
-    return _compare(found, arrays, layers), arrays
+        return Comparison(missing=[paths[names] for names in absent], notes=notes), {}
+    arrays: dict[str, ArraySpec] = {}
+    for names, path in paths.items():
+        spec = found.parameters[path].spec
+        shape = layout.unstacked(names, spec.shape) if names in kinds else spec.shape
+        arrays[names.nnx] = ArraySpec(shape, spec.dtype)
+    return _compare(found, arrays, (layout.num_layers, layout.num_dense_layers)), arrays
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
@@ -226,17 +182,19 @@ def _compare(
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
     for leaf in found.scalars.values():
         result.add(leaf.stored, leaf.spec, (), None)
-    layout = _expected_layout(found.layout, *layers)
-    if layout is None:  # say so once, then compare the leaves as they are stacked
-        has, what = found.layout, counted(found.layout.num_layers, "layer")
-        dense = f", {has.num_dense_layers} of them dense" if has.num_dense_layers else ""
-        wanted = f"{layers[0]}{f', {layers[1]} of them dense' if layers[1] else ''}"
+    layout, (num_layers, dense) = found.layout, layers
+    if layout.format in (layouts.UNSCANNED, layouts.SCANNED):
+        layout = dataclasses.replace(layout, num_layers=num_layers, num_dense_layers=dense)
+    elif (layout.num_layers, layout.num_dense_layers) != layers:
+        # Stages and repeats are fixed: say so once, then compare the leaves as they are stacked.
+        prefix = "decoder/pipeline_module" if layout.format == PIPELINED else "pipeline/layers"
+        leaves = (leaf for name, leaf in found.parameters.items() if name.startswith(prefix))
         result.notes.append(
-            f"{_first_layer_leaf(found)}: the checkpoint holds {what}{dense} "
-            f"({counted(has.repeats, 'repeat')} × {counted(has.stages, 'stage')} × "
-            f"{has.layers_per_stage}), the model has {wanted}"
+            f"{next(leaves).stored}: the checkpoint holds {counted(layout.num_layers, 'layer')}"
+            f"{_some_dense(layout.num_dense_layers)} ({counted(layout.repeats, 'repeat')} × "
+            f"{counted(layout.stages, 'stage')} × {layout.layers_per_stage}), "
+            f"the model has {num_layers}{_some_dense(dense)}"
         )
-        layout = found.layout
     expected = layout.leaves(arrays)
     for part in found.parts:
         _compare_part(result, found, part, expected)
@@ -245,52 +203,37 @@ def _compare(
     return result
 
 
-def _expected_layout(found: TreeLayout, num_layers: int, dense: int) -> TreeLayout | None:
-    """The layout of this kind for that many layers, of which some are dense ones at first.
-
-    None for a pipelined one that holds another number, as its stages and repeats are fixed.
-    """
-    if (found.num_layers, found.num_dense_layers) == (num_layers, dense):
-        return found
-    if found.format in (layouts.UNSCANNED, layouts.SCANNED):
-        return dataclasses.replace(found, num_layers=num_layers, num_dense_layers=dense)
-    return None
-
-
-def _first_layer_leaf(found: Inspection) -> str:
-    prefix = "decoder/pipeline_module" if found.layout.format == PIPELINED else "pipeline/layers"
-    return next(leaf.stored for name, leaf in found.parameters.items() if name.startswith(prefix))
+def _some_dense(count: int) -> str:
+    return f", {count} of them dense" if count else ""
 
 
 def _compare_part(
     result: Comparison, found: Inspection, part: str, expected: Mapping[str, ArraySpec]
 ) -> None:
-    leaves = found.part(part)
+    leaves = found.parts[part]
     prefix = _prefix(leaves)
     for name, spec in expected.items():
-        leaf = leaves.get(name)
-        if leaf is not None and not jnp.issubdtype(leaf.spec.dtype, jnp.floating):
+        if (leaf := leaves.get(name)) is None:
+            result.missing.append(prefix + name)
+            continue
+        if not jnp.issubdtype(leaf.spec.dtype, jnp.floating):
             result.notes.append(
                 f"{leaf.stored} is {leaf.dtype}, but weights must be floating-point"
             )
-        if leaf is None:
-            result.missing.append(prefix + name)
-        else:
-            dtype = spec.dtype if part == PARAMETERS else None  # casts of moments are not listed
-            result.add(leaf.stored, leaf.spec, spec.shape, dtype)
+        dtype = spec.dtype if part == PARAMETERS else None  # casts of moments are not listed
+        result.add(leaf.stored, leaf.spec, spec.shape, dtype)
     result.extra.extend(leaf.stored for name, leaf in leaves.items() if name not in expected)
 
 
 def _compare_optimizer(result: Comparison, found: Inspection) -> None:
     """Adds what is missing of an optimizer: both moments, their count and the step."""
-    family = "nnx" if found.layout.format == NNX else "maxtext"
-    for moment in {"mu", "nu"} - set(found.moments):
-        result.missing.append(f"{'optimizer' if family == 'nnx' else 'opt_state/0'}/{moment}")
-    result.missing.extend(
-        path
-        for name, path in SCALAR_PATHS[family].items()
-        if name in ("step", "count") and name not in found.scalars
+    family, place = (
+        ("nnx", "optimizer") if found.layout.format == NNX else ("maxtext", "opt_state/0")
     )
+    absent = [moment for moment in MOMENTS if moment not in found.moments]
+    result.missing.extend(f"{place}/{moment}" for moment in absent)
+    absent = [name for name in ("step", "count") if name not in found.scalars]
+    result.missing.extend(SCALAR_PATHS[family][name] for name in absent)
 
 
 def _prefix(leaves: Leaves) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_behind
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError

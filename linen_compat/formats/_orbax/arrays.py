@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from linen_compat.formats._checksums import Json
-from linen_compat.formats._orbax import corruption as corruption
+from linen_compat.formats._intact import Json
+from linen_compat.formats._orbax import corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
 from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
 from linen_compat.formats._paths import in_folder, with_own_names

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 
 Index = tuple[int | slice, ...]
 Box = tuple[slice, ...]  # a part of an array, with a slice for each of its axes

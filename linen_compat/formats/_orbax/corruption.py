@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._paths import in_folder, with_own_names
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._files import read_regular

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats._names import KV_DOWN, QK_NORMS
-from linen_compat.formats._orbax import corruption as corruption
-from linen_compat.formats._orbax import layouts as layouts
+from linen_compat.formats._orbax import corruption, layouts
 from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
 from linen_compat.formats._orbax.corruption import METADATA, unreadable
 from linen_compat.formats._orbax.layouts import NNX, slashed
@@ -62,7 +61,7 @@ class Inspection:
 
     @property
     def is_latent(self) -> bool:
-        return any(map(_is_latent, self.parameters))
+        return self.attention_scale is None
 
     @property
     def parameter_count(self) -> int:
@@ -111,11 +110,8 @@ class Inspection:
         )
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return (PARAMETERS, *self.moments)
-
-    def part(self, part: str) -> Leaves:
-        return self.parameters if part == PARAMETERS else self.moments[part]
+    def parts(self) -> dict[str, Leaves]:
+        return {PARAMETERS: self.parameters, **self.moments}
 
 
 # Where the state of an optimizer is, and the end of a path that names its parameter.
@@ -126,6 +122,9 @@ _OF_PARAMETER = re.compile(
 )
 
 
+_CURE = "give a run, a step or its folder of arrays"
+
+
 def optimizer_names(state: Leaves) -> list[str]:
     """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once."""
     return list(dict.fromkeys(_OF_PARAMETER.sub("", name) for name in state))
@@ -133,12 +132,12 @@ def optimizer_names(state: Leaves) -> list[str]:
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder, cure = local(checkpoint), "give a run, a step or its folder of arrays"
+    folder = local(checkpoint)
     if not str(checkpoint):
-        raise InputError(f"the checkpoint's name is empty; {cure}")
+        raise InputError(f"the checkpoint's name is empty; {_CURE}")
     if not folder.is_dir():
         why = "is a file and not a folder" if folder.exists() else "does not exist"
-        raise InputError(f"{folder} {why}; {cure}")
+        raise InputError(f"{folder} {why}; {_CURE}")
     return folder
 
 
@@ -154,8 +153,7 @@ def find_items(checkpoint: str | Path) -> Path:
     has lost its metadata or cannot be read.
     """
     folder = existing_folder(checkpoint).absolute()
-    steps = _steps(folder)
-    if steps:
+    if steps := _steps(folder):
         return _items_of_latest(steps)
     try:
         if found := _items_in(folder):
@@ -168,7 +166,7 @@ def find_items(checkpoint: str | Path) -> Path:
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
             )
-    cure = "give a run, a step or its folder of arrays"
+    cure = _CURE
     if (folder / "config.json").is_file():
         cure = (
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
@@ -184,12 +182,12 @@ def is_orbax(checkpoint: str | Path) -> bool:
     """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
     folder = local(checkpoint)
     return folder.is_dir() and (
-        bool(_steps(folder)) or any(_is_store(place) for place in (folder, *folder.iterdir()))
+        bool(_steps(folder))
+        or any(
+            (place / METADATA).is_file() or corruption.was_orbax(place)
+            for place in (folder, *folder.iterdir())
+        )
     )
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / METADATA).is_file() or corruption.was_orbax(folder)
 
 
 def _items_in(folder: Path) -> Path | None:
@@ -264,20 +262,21 @@ def inspect(checkpoint: str | Path) -> Inspection:
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, spec in array_specs(items).items():
         group, name = _group(stored)
-        first = found.get(group, {}).get(name)
-        if first is not None:
+        leaves = found.setdefault(group, {})
+        if name in leaves:
             raise Mismatch(
-                f"{items} holds {name} twice, as {first.stored} and as {stored}; "
+                f"{items} holds {name} twice, as {leaves[name].stored} and as {stored}; "
                 "take a checkpoint that holds only one of them"
             )
-        found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
+        leaves[name] = Leaf(spec.shape, str(spec.dtype), stored)
     _check_step(items, found["scalars"])
     parameters = found[PARAMETERS]
     if not parameters:
-        raise _of_another_model(items, [leaf.stored for leaf in found["unknown"].values()])
+        raise _of_another_model(items, found["unknown"])
     layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
     scale = corruption.read_metadata(items).attention_scale
-    latent = any(map(_is_latent, parameters))
+    of_latent = (KV_DOWN.linen, slashed(KV_DOWN.nnx))  # only latent attention has this parameter
+    latent = any(path.endswith(of_latent) for path in parameters)
     if layout.format == NNX and scale is None and not latent:
         raise Mismatch(
             f"{items / METADATA} does not say the attention_scale that the query kernels are for: "
@@ -309,10 +308,10 @@ def _check_step(items: Path, scalars: Leaves) -> None:
         )
 
 
-def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
+def _of_another_model(items: Path, unknown: Leaves) -> Mismatch:
     """The error for a tree in which no parameter is found by its name."""
-    names = list(dict.fromkeys(name.split("/")[0] for name in stored))
-    if any(name.startswith("pipeline/layers/") for name in stored):
+    names = list(dict.fromkeys(name.split("/")[0] for name in unknown))
+    if any(name.startswith("pipeline/layers/") for name in unknown):
         cure = (
             "Orbax alone wrote a model of this project: restore it by Orbax into nnx.state of a "
             "model of its config, and save that by linen_compat.save"
@@ -325,18 +324,11 @@ def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
     )
 
 
-def _is_latent(path: str) -> bool:
-    """Whether only latent attention has a parameter of this path."""
-    return path.endswith((KV_DOWN.linen, slashed(KV_DOWN.nnx)))
-
-
 def _scale_of_maxtext(parameters: Leaves, layout: layouts.TreeLayout) -> float:
-    name = QK_NORMS[0].linen
-    shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
-    shape = next(shapes, None)
-    if not shape:
-        return layouts.scale_of_maxtext(None)
-    return layouts.scale_of_maxtext(shape[0] if layout.format == layouts.SCANNED else shape[-1])
+    norm = f"/{QK_NORMS[0].linen}"
+    shape = next((leaf.shape for path, leaf in parameters.items() if path.endswith(norm)), ())
+    axis = 0 if layout.format == layouts.SCANNED else -1
+    return layouts.scale_of_maxtext(shape[axis] if shape else None)
 
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's

@@ -44,7 +44,7 @@ class OrbaxSource:
         """`arrays` are the model's; their dtypes are replaced by those that are stored."""
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.num_dense_layers = found.layout.num_dense_layers
-        self.parts = (PARAMETERS,) if parameters_only else found.parts
+        self.parts = (PARAMETERS,) if parameters_only else tuple(found.parts)
         self._found, self._names = found, names_by_path(arrays)
         self._files = StoredArrays(found.items)
         self.attention_scale = found.attention_scale
@@ -73,7 +73,7 @@ class OrbaxSource:
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         names = self._names[path]
         slot = self.layout.slot(names, None if path in PATHS_OUTSIDE else 0)
-        return self._found.part(part)[slot.leaf].spec.dtype
+        return self._found.parts[part][slot.leaf].spec.dtype
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
@@ -96,7 +96,7 @@ class OrbaxSource:
         self._files.close()
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        return self._found.part(part)[self.layout.slot(self._names[path], layer).leaf].stored
+        return self._found.parts[part][self.layout.slot(self._names[path], layer).leaf].stored
 
 
 class OrbaxDestination:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._orbax.corruption import unreadable
 from linen_compat.formats._streams import ArraySpec, Mismatch
 from linen_compat.formats.huggingface._architectures import CONFIG_FILE

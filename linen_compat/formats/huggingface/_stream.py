@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._comparison import Comparison, model_arrays
+from linen_compat.formats._comparison import Comparison
+from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._names import OUTSIDE
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.inspect import is_orbax

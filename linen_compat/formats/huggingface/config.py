@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from linen_compat.formats._checksums import Json
-from linen_compat.formats.huggingface import _deepseek as deepseek
+from linen_compat.formats._intact import Json
+from linen_compat.formats.huggingface import _rope as ropes
 from linen_compat.formats.huggingface._architectures import (
     ARCHITECTURES,
     CONFIG_FILE,
@@ -24,7 +24,7 @@ from linen_compat.formats.huggingface._architectures import (
     Only,
     written_as,
 )
-from linen_compat.formats.huggingface._rope import KEYS, agreed, fields_of_rope, rope_keys
+from linen_compat.formats.huggingface._rope import agreed
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
 from nnx_pipeline.lab._files import local, read_regular
@@ -66,7 +66,7 @@ _ONLY: Only = {
 }
 _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
-    *(*KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
+    *(*ropes.KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
 }
 # A key like these may always affect how weights are stored, so no error advises to remove it.
 _OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
@@ -112,9 +112,9 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
             f"expert has no router here; choose 2 or more, or the architecture {LLAMA.name}"
         )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
-    rope = fields_of_rope(values, absent["rope_theta"], CONFIG_FILE, latent=architecture.latent)
+    rope = ropes.fields_of_rope(values, absent["rope_theta"], latent=architecture.latent)
     if architecture.latent:
-        head_dim, scale = deepseek.head_dim(values, absent), deepseek.attention_scale_in(values)
+        head_dim, scale = ropes.latent_head_dim(values, absent), ropes.attention_scale_in(values)
         if fields["num_dense_layers"]:
             fields["dense_mlp_dim"] = values["intermediate_size"]
     else:
@@ -165,7 +165,7 @@ def config_to_huggingface(config: Config) -> Json:
             "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
     if architecture.latent:
-        deepseek.check_savable_deepseek(model)
+        ropes.check_savable_latent(model)
     if architecture.heads_divide:
         divides(
             model.num_heads,
@@ -182,8 +182,8 @@ def config_to_huggingface(config: Config) -> Json:
         **{key: allowed[0] for key, (allowed, _) in architecture.only.items() if allowed},
         "num_key_value_heads": model.num_kv_heads,
         "hidden_act": "silu",
-        **(deepseek.keys(model) if architecture.latent else {"head_dim": model.head_dim}),
-        **rope_keys(model),
+        **(ropes.latent_keys(model) if architecture.latent else {"head_dim": model.head_dim}),
+        **ropes.rope_keys(model),
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
         **({WINDOW: model.sliding_window} if architecture.reads_window else {}),
         "tie_word_embeddings": model.tied_embeddings,
@@ -243,7 +243,7 @@ def _renamed(values: Keys, architecture: Architecture) -> Json:
     found: dict[str, Json] = {}
     for key, value in values.items():
         found.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(given, None, CONFIG_FILE) for key, given in found.items()}
+    return {key: agreed(given, None) for key, given in found.items()}
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
@@ -252,7 +252,7 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
     name, own = architecture.name, {*architecture.experts, *architecture.only}
-    own |= {*deepseek.READ_APART} if architecture.latent else set()
+    own |= {*ropes.READ_APART} if architecture.latent else set()
     known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
@@ -319,10 +319,7 @@ def _whole_or_missing(values: Keys, key: str) -> int:
     """Raises InputError unless the key is there with a whole number above 0."""
     if values.get(key) is None:
         raise InputError(f"{CONFIG_FILE}: {key} is missing")
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{CONFIG_FILE}: {key}={value!r} is not a whole number of 1 or more")
-    return value
+    return ropes.whole_number(key, values[key])
 
 
 def _head_dim(values: Keys, absent: Keys, embed_dim: int, heads: int) -> int:
@@ -339,4 +336,4 @@ def _dtype(values: Keys) -> str:
     named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
     for key, value in named.items():
         one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
-    return str(agreed(named, "float32", CONFIG_FILE))
+    return str(agreed(named, "float32"))

@@ -4,10 +4,13 @@ Orbax has places of its own for them: a codec of each chunk, and the custom meta
 safetensors gets one extra file.
 """
 
+import contextlib
 import json
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from linen_compat.formats._streams import Mismatch
@@ -15,6 +18,7 @@ from nnx_pipeline.lab._files import read_regular
 
 FILE = "nnx-pipeline-checksums.json"
 _BLOCK_BYTES = 2**20
+Stamp = tuple[int, int, int]
 Json = dict[str, Any]  # an object of JSON, or of YAML
 
 
@@ -74,3 +78,40 @@ def require(folder: Path, sums: Mapping[str, str], name: str, found: str) -> Non
         raise Mismatch(
             f"{name} in {folder} does not match the checksum that it was written with; {CURE}"
         )
+
+
+class Unchanged:
+    """A context in which a checkpoint is read.
+
+    Raises Mismatch at the end for a file whose size, time of change or inode has changed since this
+    object was made, in the place of errors from reading it. Later files may come.
+    """
+
+    def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
+        found = Path(folder).glob("**/*") if files is None else files
+        self._stamps = {path: _stamp(path) for path in found if path.is_file()}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, Mismatch | OSError):
+            return
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise Mismatch(
+                    f"{path} changed while it was read; read it again when nothing writes to it, "
+                    "or read a copy"
+                ) from error
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """Size, time of change and inode of a file; None without a file."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    return None

@@ -1,9 +1,12 @@
-"""Reads arrays of a source straight into a model on a mesh, each device its own shards only."""
+"""A model in memory: its arrays by path, read as a source of layers, or filled from one."""
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import jax
@@ -13,14 +16,110 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._comparison import LAYERS, dotted_path, stack_axes
-from linen_compat.formats._streams import PARAMETERS
-from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
+from linen_compat.formats._names import EARLY, check_names
+from linen_compat.formats._streams import PARAMETERS, ArraySpec
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral, ModelConfig, PipelineConfig
 from nnx_pipeline.lab.errors import counted, note
 from nnx_pipeline.lab.mesh import AXES
 from nnx_pipeline.sharding.layout import variable_shardings
 
 Tree = TypeVar("Tree")
+LAYERS = "pipeline.layers."
+
+
+@functools.lru_cache(maxsize=16)
+def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
+    """Shape and dtype of each parameter by NNX path; parameters of the layers as in one layer.
+
+    The model itself is traced, without a mesh and without making an array. The result is cached:
+    for a small checkpoint, tracing takes longer than all the rest of a comparison.
+    """
+    check_names(config)
+    plain = Config(model=config, pipeline=PipelineConfig())
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
+    return MappingProxyType(_as_in_one_layer(parameter_paths(model)))
+
+
+def _as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
+    return {
+        path.removeprefix(LAYERS): ArraySpec(leaf.shape[stack_axes(path) :], np.dtype(leaf.dtype))
+        for path, leaf in leaves.items()
+    }
+
+
+def stack_axes(path: str) -> int:
+    """How many axes a parameter of a model has before those that it has in one layer.
+
+    They are repeats, stages and layers per stage, or the layers before the pipeline.
+    """
+    return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
+
+
+def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
+    """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {dotted_path(path): leaf for path, leaf in leaves}
+
+
+def dotted_path(path: tuple[object, ...]) -> str:
+    """A key path of JAX as dotted attributes of the model, without a variable's own `value`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+class ModelSource:
+    """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
+
+    One array at a time is gathered to the host. Raises InputError for a model with parameters that
+    no format has a name for.
+    """
+
+    def __init__(
+        self, model: Mixtral, trees: Mapping[str, Mixtral], scalars: Mapping[str, np.ndarray]
+    ) -> None:
+        check_names(model.config.model)
+        self.num_layers = model.config.model.num_layers
+        self.num_dense_layers = model.config.model.num_dense_layers
+        self.parts, self.scalars = tuple(trees), scalars
+        self._arrays = {part: parameter_paths(tree) for part, tree in trees.items()}
+        self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most
+        self.arrays = _as_in_one_layer(self._arrays[PARAMETERS])
+        self.attention_scale = streams.scale_in_arrays(
+            self.arrays, model.config.model.attention_scale
+        )
+
+    def order(self, path: str) -> Sequence[int]:
+        dense = self.num_dense_layers
+        return range(dense if path.startswith(EARLY) else self.num_layers - dense)
+
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        arrays = self._arrays[part]
+        return np.dtype(arrays[path if path in arrays else LAYERS + path].dtype)
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        return streams.array_title(path, layer, part)
+
+    def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
+        full = path if layer is None or path.startswith(EARLY) else LAYERS + path
+        # Layers of one array are read in turn, so the array stays here for the next of them.
+        if (part, full) not in self._gathered:
+            self._gathered.clear()  # before the next one takes memory
+            self._gathered[part, full] = _on_host(self._arrays[part][full], full)
+        array = self._gathered[part, full]
+        # Row-major order of repeats, stages and layers per stage is the order of the layers.
+        return (
+            array if layer is None else array.reshape(-1, *array.shape[stack_axes(full) :])[layer]
+        )
+
+
+def _on_host(array: jax.Array, path: str) -> np.ndarray:
+    """The whole array. Raises InputError when other processes hold parts of it."""
+    if not array.is_fully_addressable:
+        raise InputError(
+            f"{path} is sharded over several processes, but one process must write a checkpoint; "
+            "gather the model first, or save it from a run with one process"
+        )
+    return np.asarray(array)
 
 
 class SourceOfParts(streams.LayerSource, Protocol):
@@ -93,10 +192,11 @@ def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAM
     of parameters that are NaN or infinite.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    places = jax.tree.leaves(shardings)
-    arrays, given = [], _Part(source, part)
-    for (path, leaf), place in zip(leaves, places, strict=True):
-        arrays.append(_read_array(dotted_path(path), leaf, place, given))
+    given = _Part(source, part)
+    arrays = [
+        _read_array(dotted_path(path), leaf, place, given)
+        for (path, leaf), place in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ]
     source.close()
     if given.strange:
         first, others = given.strange[0], len(given.strange) - 1
