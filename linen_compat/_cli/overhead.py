@@ -108,11 +108,7 @@ def overhead(
 
 
 def configured(chosen: Chosen) -> Config:
-    """The config of the preset with its overrides.
-
-    Raises InputError for an override on which no figure depends, for an unknown key, and for
-    `--layers` together with an override of `model.num_layers`.
-    """
+    """The config of the preset with its overrides, on each of which a figure must depend."""
     model, layers = chosen.model, chosen.layers
     overrides = parse_overrides(chosen.assignments)
     chunks = {"train.loss_chunks": "1"}  # the measured loss has no vocabulary to split

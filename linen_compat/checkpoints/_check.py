@@ -66,11 +66,9 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first place where two computations of a model differ.
+    """The first place where two computations of a model differ; None when none does.
 
-    `place` is `token_embedder`, a layer with its path, or `logits`; None when no place differs.
-    `largest` is the largest difference there, or anywhere, as a fraction of the largest expected
-    magnitude there.
+    `largest` is the largest difference there, or anywhere, relative to the largest expected value.
     """
 
     place: str | None
@@ -78,12 +76,10 @@ class FirstDifference:
 
 
 def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares names, shapes, dtypes and optimizer counts with what a model needs.
+    """Compares names, shapes, dtypes and the optimizer's counts with what a model needs.
 
-    Apart from these counts no array is read. The result lists all leaves that do not fit or cannot
-    be read. The state of an optimizer other than AdamW is no misfit: `load` leaves it out.
-
-    Raises InputError where there is no checkpoint.
+    What does not fit or cannot be read is in the result; no checkpoint at all is an InputError. The
+    state of another optimizer than AdamW is no misfit: `load` leaves it out.
     """
     try:
         if is_huggingface(checkpoint):
@@ -203,11 +199,8 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
 
 
 def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
-    """Runs of zeros that cannot be right, by the names of the stored arrays.
-
-    A lost block is contiguous on disk. In memory it may be spread over all layers of a scanned
-    stack, or scattered through an array whose chunks are cut along the last axis.
-    """
+    """Runs of zeros that cannot be right, by the names of the stored arrays."""
+    # A lost block is contiguous on disk; in memory it may be spread over the layers of a stack.
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
     left_out = PATHS_OUTSIDE | _may_be_zero(config)
     stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
@@ -235,11 +228,7 @@ def check_comparable(diagnosis: Diagnosis) -> None:
 def compare_with_maxtext(
     checkpoint: str | Path, config: Config, *, seed: int = 0
 ) -> FirstDifference:
-    """Compares the loaded model with MaxText's mathematics, layer by layer.
-
-    Both compute in float32, whatever the config's `dtype`, on the same random tokens. The whole
-    model is loaded on one device.
-    """
+    """Compares the loaded model with MaxText's mathematics, both in float32."""
     found = inspect(checkpoint)
     config = for_mesh(config, None)
     model = dataclasses.replace(config.model, dtype="float32")

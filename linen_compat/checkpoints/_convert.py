@@ -70,9 +70,7 @@ class Conversion:
     ) -> None:
         """Converts the checkpoint; the destination appears when it is complete.
 
-        Raises Mismatch, naming the leaf, for missing bytes and for NaN, and naming the file for a
-        file of the source that has changed since the plan was made. Raises what `new_folder` raises
-        without room.
+        Raises Mismatch for missing bytes, for NaN, and for a file that has changed since `plan`.
         """
         source, layout, config = self.opened.source, self.layout, self.opened.config
         room = Room(self.nbytes, compressed=layout is not None)
@@ -122,10 +120,7 @@ class To:
 
 
 def plan(source: From, target: To) -> Conversion:
-    """Checks everything about a conversion that can be checked without reading an array.
-
-    Raises InputError for arguments that cannot be used, and Mismatch for what the checkpoint lacks.
-    """
+    """Checks everything about a conversion that can be checked without reading an array."""
     one_of("--from", source.format, SOURCES)
     one_of("--to", target.format, TARGETS)
     stack = (target.stages, target.repeats)
@@ -161,11 +156,7 @@ def open_checkpoint(
     *,
     parameters_only: bool = False,
 ) -> Opened:
-    """Opens a checkpoint of any format as a source, once every leaf is accounted for.
-
-    Raises InputError where there is no checkpoint, and Mismatch where it is of another format or a
-    leaf does not fit.
-    """
+    """Opens a checkpoint of any format as a source, once every leaf is accounted for."""
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):

@@ -17,11 +17,8 @@ from nnx_pipeline.lab._files import local
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
     """The config of a Hugging Face folder or its `config.json`, of a YAML file, or a preset.
 
-    A `config.json` does not say the attention scale of an Orbax checkpoint, so with one
-    `model.attention_scale` is taken from it.
-
-    Raises InputError when it is none of them, and where there is no checkpoint; and Mismatch for
-    the config of a run that is damaged.
+    A `config.json` does not say the attention scale of an Orbax checkpoint, so that of `checkpoint`
+    is taken where one is given. Raises Mismatch for the config of a run that is damaged.
     """
     file = local(name)
     if name and file.is_dir():
@@ -42,11 +39,7 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
 
 
 def stored_config(checkpoint: str | Path) -> Config | None:
-    """The config of a Hugging Face folder, or of a run of `nnx-pipeline train` or its step.
-
-    None where there is none. Raises InputError where there is no such folder, and Mismatch where
-    its file is damaged.
-    """
+    """The config of a Hugging Face folder, or of a run, step or items folder, if it has one."""
     folder = existing_folder(checkpoint)
     if is_huggingface(folder):
         return own_config(folder)

@@ -1,8 +1,4 @@
-"""What the entry point `nnx_pipeline.checkpoints` offers to the commands of `nnx-pipeline`.
-
-A saved run is `<run>/<step>/items`, as MaxText's are. Beside the steps are the config, and the
-origin of the batches.
-"""
+"""What the entry point `nnx_pipeline.checkpoints` offers to the commands of `nnx-pipeline`."""
 
 import dataclasses
 import logging
@@ -57,12 +53,7 @@ def begin(folder: str | Path, config: Config, origin: Origin) -> None:
 
 
 def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
-    """Saves a training state, in this project's own format, as a new step of a run.
-
-    A step gets its name only when it is complete: a killed process leaves no unfinished step.
-    Raises InputError where the step exists, where the folder was replaced, and where the config or
-    the origin in it is another than `begin` wrote.
-    """
+    """Saves a training state, in the format `nnx`, as a new step of a run."""
     run = Path(folder)
     runs.check_claim(run)
     if (_config(run), _origin(run)) != (config, origin):
@@ -70,15 +61,13 @@ def save_step(state: TrainState, folder: str | Path, config: Config, origin: Ori
             f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
             "has written there; choose another folder"
         )
+    # As MaxText's. The step gets its name only when it is complete.
     with new_folder(run / str(int(state.step))) as made:
         save_train_state(state, made / "items", NNX)
 
 
 def saved_run(folder: str | Path) -> SavedRun | None:
-    """The run that `save_step` has saved in a folder; None where there is no saved step of one.
-
-    Raises InputError where its files cannot be read, and where its newest step is damaged.
-    """
+    """The run that `save_step` has saved in a folder; None where there is no saved step of one."""
     run = local(folder)
     if not str(folder) or not runs.has_steps(run):
         return None
@@ -105,9 +94,5 @@ def _origin(run: Path) -> Origin:
 
 
 def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
-    """The state of the newest step of a run, from which training goes on on any mesh.
-
-    The config has the model and the optimizer of the run; its pipeline may be another one. Raises
-    InputError where the step is damaged.
-    """
+    """The state of the newest step of a run; mesh and pipeline may be other ones now."""
     return load_train_state(run.newest, config, mesh=mesh)

@@ -1,7 +1,6 @@
-"""MaxText's Mixtral, Qwen3 and Llama in plain numpy, as a reference to compare loaded models with.
+"""MaxText's models in plain numpy, as a reference to compare loaded models with.
 
-It reads MaxText's own names and shares neither formulas nor the places of layers with the rest of
-the project. One layer of weights is in memory at a time; everything is computed in float32.
+It reads MaxText's own names and shares neither formulas nor the places of layers with the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +20,7 @@ _KERNELS = ("wi_0", "wi_1", "wo")
 def hidden_states(
     found: Inspection, config: ModelConfig, tokens: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the results of the embedding and of each layer, then the logits, with names.
-
-    Each value is float32 `[batch, seq, …]`. Tokens are `[batch, seq]`, one document per row.
-    """
+    """Yields the embedding `[batch, seq, …]`, each layer's and the logits, with names."""
     files = StoredArrays(found.items)
 
     def weight(name: str, index: Index = ()) -> np.ndarray:

@@ -64,10 +64,6 @@ def load(
 
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:
-    """A checkpoint as a source of parameters, once every leaf is accounted for.
-
-    Raises Mismatch when a leaf is missing, unknown or of another shape, or when the query kernels
-    are for another `attention_scale`.
-    """
+    """A checkpoint as a source of the parameters, once every leaf is accounted for."""
     compare_to_load(found, config.model).require(found.items)
     return OrbaxSource(found, model_arrays(config.model))

@@ -70,11 +70,7 @@ def save(
 
 
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> TreeLayout:
-    """The layout of a model's layers in an Orbax format.
-
-    Stages and repeats are the model's own where they are None, or 1 in formats without them. Raises
-    InputError where MaxText has no such model, for its formats.
-    """
+    """The layout of a model's layers in an Orbax format, by default stacked as in the model."""
     if format != NNX:
         check_maxtext(model.config.model)
     layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
@@ -89,11 +85,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 
 def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
-    """Copies a source to a new Orbax checkpoint, without changing its values.
-
-    Raises InputError when the folder is not empty, and Mismatch when the step or a count is not one
-    that a checkpoint can hold. Nothing is left behind when it fails.
-    """
+    """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
     check_scalars(source.scalars)  # so that the checkpoint can be read again
     with new_folder(checkpoint, Room(nbytes_of(source), compressed=True)) as folder:
         copy(source, OrbaxDestination(source, folder, layout), allow_nan=True)

@@ -73,10 +73,7 @@ def check_configs(
     *,
     of: str,
 ) -> None:
-    """Raises InputError where a config is given to a function that takes one of another kind.
-
-    The function says by its annotations what it takes, after its module. `of` is its name.
-    """
+    """Raises InputError where a function, named `of`, is given a config of another kind."""
     signature = inspect.signature(function)
     for name, value in signature.bind(None, *args, **options).arguments.items():
         if type(value) in _CONFIGS:

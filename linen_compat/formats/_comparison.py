@@ -91,18 +91,12 @@ class Comparison:
 
 
 def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with what a model needs, by names, shapes and dtypes alone.
-
-    The attention scales may differ.
-    """
+    """Compares a checkpoint with a model; the attention scales may differ."""
     return _compare(found, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
 
 def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with a model that loads its arrays as they are.
-
-    It also reports a differing attention scale, as loading an Orbax checkpoint scales no kernels.
-    """
+    """Compares a checkpoint with a model that loads its arrays as they are."""
     result = compare_leaves(found, config)
     if found.layout.format != NNX:
         try:
@@ -113,7 +107,7 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     norms = tuple(slashed(names.nnx).removeprefix("attention/") for names in QK_NORMS)
     other = any(name.endswith(norms) for name in (*result.missing, *result.extra))
     if found.attention_scale not in (None, config.attention_scale) and not other:
-        result.notes.append(
+        result.notes.append(  # as loading an Orbax checkpoint scales no kernels
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
             f"{found.items}, which are for {found.attention_scale}; "
             f"set it to {found.attention_scale}"
@@ -124,14 +118,14 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
 def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
     """Compares every layer with the first one, where no config says what is right.
 
-    Without a config, a lost head cannot be told from tied embeddings. So a checkpoint without a
-    head does not fit. Also returns the parameters as `model_arrays` does.
+    Also returns the parameters as `model_arrays` does.
     """
     layout, kinds = found.layout, layer_names(found)
     paths = {names: layout.slot(names, None).leaf for names in OUTSIDE}
     paths |= {names: layout.slot(names, 0).leaf for names in kinds}
     absent = [names for names, path in paths.items() if path not in found.parameters]
     if absent:
+        # Without a config, a lost head cannot be told from tied embeddings.
         notes = [_TIED] if absent == [OUTSIDE[-1]] else []
         return Comparison(missing=[paths[names] for names in absent], notes=notes), {}
     arrays: dict[str, ArraySpec] = {}
@@ -143,11 +137,7 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's.
-
-    Any parameter of the experts makes it routed, so a lost router is reported as missing; and any
-    scale of a QK norm, or the name of Qwen3's experts, makes it Qwen3's.
-    """
+    """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's."""
     if found.is_latent:
         return naming.of_deepseek(_latent_paths(found))
 
@@ -156,6 +146,7 @@ def layer_names(found: Inspection) -> tuple[Names, ...]:
 
     gate = found.parameters.get(_NNX_GATE)
     stacked = gate is not None and len(found.layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3
+    # Any parameter of the experts makes it routed, so that a lost router is reported as missing.
     of_qwen3 = tuple(names.linen for names in naming.EXPERTS_OF_QWEN3)
     routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in naming.EXPERTS))
     scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
@@ -174,10 +165,7 @@ def _latent_paths(found: Inspection) -> set[str]:
 def _compare(
     found: Inspection, arrays: Mapping[str, ArraySpec], layers: tuple[int, int]
 ) -> Comparison:
-    """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout.
-
-    `layers` has the number of layers of the model, and of those before the pipeline.
-    """
+    """`layers` has the number of layers of the model, and of those before the pipeline."""
     result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
     for leaf in found.scalars.values():

@@ -29,10 +29,9 @@ LAYERS = "pipeline.layers."
 
 @functools.lru_cache(maxsize=16)
 def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
-    """Shape and dtype of each parameter by NNX path; parameters of the layers as in one layer.
+    """Shape and dtype of each parameter by NNX path, those of the layers as in one layer.
 
-    The model itself is traced, without a mesh and without making an array. The result is cached:
-    for a small checkpoint, tracing takes longer than all the rest of a comparison.
+    Cached: for a small checkpoint, tracing takes longer than all the rest of a comparison.
     """
     check_names(config)
     plain = Config(model=config, pipeline=PipelineConfig())
@@ -49,10 +48,7 @@ def _as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
 
 
 def stack_axes(path: str) -> int:
-    """How many axes a parameter of a model has before those that it has in one layer.
-
-    They are repeats, stages and layers per stage, or the layers before the pipeline.
-    """
+    """How many axes of a parameter of a model are not those of one layer."""
     return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
 
 
@@ -68,11 +64,7 @@ def dotted_path(path: tuple[object, ...]) -> str:
 
 
 class ModelSource:
-    """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
-
-    One array at a time is gathered to the host. Raises InputError for a model with parameters that
-    no format has a name for.
-    """
+    """A model in memory as a `LayerSource`: for each part a tree in the model's structure."""
 
     def __init__(
         self, model: Mixtral, trees: Mapping[str, Mixtral], scalars: Mapping[str, np.ndarray]
@@ -137,10 +129,7 @@ class SourceOfParts(streams.LayerSource, Protocol):
 
 
 def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
-    """The model of a config with the parameters of a source that was compared with it.
-
-    Without a mesh it is on that of `jax.set_mesh`, or else on the first device.
-    """
+    """The model of a config with the parameters of a source that was compared with it."""
     mesh = mesh or mesh_in_use()
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
@@ -156,11 +145,8 @@ def mesh_in_use() -> Mesh | None:
 def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     """The config, with its pipeline adapted so that this mesh can hold the weights.
 
-    `num_repeats` stays as it is where it divides the number of layers that a stage holds or
-    `pad_layers` is set, and otherwise becomes the largest smaller number that does. So the mesh
-    decides how layers are stacked, and never the layout of a checkpoint.
-
-    Raises InputError when the mesh cannot hold the weights, whose sizes the checkpoint determines.
+    `num_repeats` becomes the largest number up to it that divides the layers of a stage, unless
+    `pad_layers` is set. So the mesh decides how layers are stacked, and never a checkpoint.
     """
     sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
     pipeline = config.pipeline
@@ -186,11 +172,7 @@ def _placement(model: Mixtral, mesh: Mesh | None) -> PyTree:
 
 
 def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
-    """A copy of a tree of abstract arrays, with arrays of a part of a source in their places.
-
-    The tree is a model, or a moment of the optimizer in its structure. Closes the source, and warns
-    of parameters that are NaN or infinite.
-    """
+    """A copy of a tree of abstract arrays, with arrays of a part of a source in their places."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     given = _Part(source, part)
     arrays = [
@@ -227,11 +209,7 @@ class _Part:
 
 
 def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
-    """One parameter as a JAX array; each device of this process reads its own shard.
-
-    A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`, or `[layers,
-    …]` before the pipeline. Row-major order of the axes before its own is the order of the layers.
-    """
+    """One parameter as a JAX array; each device of this process reads its own shard."""
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -255,7 +233,8 @@ def _read_shard(
         return part.read(path, None, cut).astype(leaf.dtype, copy=False)
     result = np.empty([len(span) for span in ranges], leaf.dtype)
     flat = result.reshape(-1, *result.shape[stack:])
-    # From the number of each layer in this shard to its place in the flattened stack.
+    # From the number of each layer in this shard to its place in the flattened stack, whose axes
+    # `[repeats, stages, layers per stage]` have the layers in row-major order.
     places = itertools.product(*ranges[:stack])
     layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
     inner = path.removeprefix(LAYERS)

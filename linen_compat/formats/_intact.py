@@ -1,8 +1,4 @@
-"""Checksums of what this project writes.
-
-Orbax has places of its own for them: a codec of each chunk, and the custom metadata. A folder of
-safetensors gets one extra file.
-"""
+"""Checksums of what this project writes, and files that must not change while they are read."""
 
 import contextlib
 import json
@@ -83,8 +79,8 @@ def require(folder: Path, sums: Mapping[str, str], name: str, found: str) -> Non
 class Unchanged:
     """A context in which a checkpoint is read.
 
-    Raises Mismatch at the end for a file whose size, time of change or inode has changed since this
-    object was made, in the place of errors from reading it. Later files may come.
+    Raises Mismatch at the end, in the place of errors from reading, for a file whose size, time of
+    change or inode is another than when this object was made. Later files may come.
     """
 
     def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:

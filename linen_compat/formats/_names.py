@@ -152,21 +152,14 @@ def check_names(model: ModelConfig) -> None:
 
 
 def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
-    """The parameters of one layer without latent attention, routed with two or more experts.
-
-    Routed layers have Qwen3's names with QK norm, and Mixtral's without.
-    """
+    """The parameters of a layer without latent attention: of Qwen3 with QK norm, or Mixtral."""
     experts = EXPERTS_OF_QWEN3 if qk_norm else EXPERTS
     attention = (*ATTENTION, *QK_NORMS) if qk_norm else ATTENTION
     return (*NORMS, *attention, *(experts if num_experts > 1 else MLP))
 
 
 def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
-    """The parameters of layers with latent attention: of those with experts, then dense ones.
-
-    The NNX paths of the model's parameters say what these layers have: a latent vector of queries,
-    a bias of the router, shared experts, dense layers before them.
-    """
+    """The parameters of layers with latent attention: of those with experts, then dense ones."""
     attention = LATENT_ATTENTION if LATENT_ATTENTION[0].nnx in paths else PLAIN_QUERY
     named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
     routed = _grouped((*NORMS, *attention, *named), "moe_layers")
@@ -175,11 +168,8 @@ def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
 
 
 def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
-    """The parameters outside the layers, and those of a layer of each kind.
-
-    `paths` are the NNX paths of the model's parameters. Without a head it has tied embeddings.
-    """
-    outside = tuple(names for names in OUTSIDE if names.nnx in paths)
+    """The parameters outside the layers, and in a layer of each kind, by all NNX paths."""
+    outside = tuple(names for names in OUTSIDE if names.nnx in paths)  # no head: it is tied
     if KV_DOWN.nnx in paths:
         return outside, of_deepseek(paths)
     experts = 2 if EXPERTS[0].nnx in paths else 1

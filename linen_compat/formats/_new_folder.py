@@ -37,11 +37,10 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
     Until then the folder stands beside the destination under another name. It contains a mark, a
     file that this process keeps locked. On an error the folder is deleted. A folder that a killed
     process left behind has a mark that nobody locks: the next attempt at the same destination
-    deletes it. Parents that are absent are made.
+    deletes it.
 
-    Raises InputError unless the destination is free and has the room. Raises FileExistsError when
-    another writer took the name in the meantime; that writer's folder stays. An OSError of a full
-    disk names the destination. Where compressed arrays may fit, there is a note alone.
+    Raises InputError unless the destination is free and has the room, FileExistsError when another
+    writer took the name in the meantime, and an OSError that names it when the disk is full.
     """
     check_free(destination)
     final = _place(destination)
@@ -128,10 +127,8 @@ def check_free(destination: str | Path) -> None:
 
 
 def _place(destination: str | Path) -> Path:
-    """The absolute path that a name leads to; folders on the way need not exist.
-
-    `..` is resolved as the system does it, after symbolic links. A link in the last place stays.
-    """
+    """The absolute path that a name leads to; folders on the way need not exist."""
+    # `..` is resolved as the system does it, after symbolic links; a link in the last place stays.
     given = local(destination).absolute()
     if given.name in ("", ".."):
         return Path(os.path.realpath(given))

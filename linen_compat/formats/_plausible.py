@@ -1,9 +1,8 @@
-"""Signs of damage in arrays of a trained model of which every byte can be read.
+"""Steps and counts that cannot be right, and signs of damage in arrays that can be read.
 
-Checkpoints that other programs wrote carry none of this project's checksums, so damage there shows
-in the values alone, if at all. Each rule is far from anything that training produces. Flipped bits
-of exponents and blocks that were overwritten with zeros break a rule; outliers, rows of a
-vocabulary that no token uses, and moments of parameters without a gradient do not.
+Other programs write no checksums, so damage to their checkpoints shows in the values alone, if at
+all. Each rule is far from anything that training produces. Flipped bits of exponents and blocks
+of zeros break a rule; outliers, unused rows of a vocabulary, and moments without a gradient do not.
 """
 
 import itertools
@@ -38,11 +37,7 @@ _CURE = (
 def suspicion(
     array: np.ndarray, part: str, *, rows_may_be_zero: bool, all_may_be_zero: bool = False
 ) -> str | None:
-    """What is implausible about the values of a stored array, or None when nothing is.
-
-    Rows may be zero where an axis is the vocabulary, of which some tokens may be unused; all values
-    where an untrained array is zero. NaN and infinity are looked for by `streams.check_finite`.
-    """
+    """What is implausible about the values of a stored array, or None when nothing is."""
     strange = _magnitude(array, part)
     # Moments may be zero: those of a parameter without a gradient are.
     if strange or part != PARAMETERS or all_may_be_zero:
@@ -51,11 +46,7 @@ def suspicion(
 
 
 def zeros_in_a_row(chunks: Iterable[np.ndarray]) -> str | None:
-    """What is implausible about the zeros of an array, or None when nothing is.
-
-    The chunks follow the order in which it is stored. A lost block is contiguous in that order, but
-    may be spread over several layers.
-    """
+    """What is implausible about the zeros of an array, whose chunks are as it is stored."""
     longest = run = size = 0
     for block in itertools.chain.from_iterable(map(_blocks, chunks)):
         size += len(block)

@@ -62,10 +62,7 @@ def with_checksum(values: checksums.Json) -> str:
 
 
 def check_checksum(file: Path) -> None:
-    """Raises Mismatch where the first line is a checksum, and the others have another one.
-
-    Whether a file can be read is left to who reads it.
-    """
+    """Raises Mismatch where the first line is a checksum, and the others have another one."""
     if not (file.is_file() and file.stat().st_size <= MOST_SETTINGS and os.access(file, os.R_OK)):
         return
     first, _, rest = file.read_bytes().partition(b"\n")
@@ -79,12 +76,10 @@ def check_checksum(file: Path) -> None:
 
 @contextlib.contextmanager
 def claimed(run: str | Path) -> Iterator[None]:
-    """Keeps the folder of a run to this process, as long as the context lasts.
+    """Keeps the folder of a run to this process, which locks `ORIGIN` until it ends or is killed.
 
-    `ORIGIN` is locked until the process ends, killed or not. Unfinished folders of killed processes
-    are deleted. If there is no step at the end, the files of the run are deleted, and so are the
-    folders that were made. Raises InputError where another process has claimed the folder, where no
-    file can be made in it, and where it holds other files.
+    Unfinished folders of killed processes are deleted. If there is no step at the end, the files of
+    the run are deleted, and so are the folders that were made.
     """
     folder = local(run)
     try:
@@ -168,12 +163,9 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
 
 
 def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
-    """Deletes the files of a run without steps, and then the `made` folders if they are empty.
-
-    Nothing is deleted where the locked file is in another folder now.
-    """
+    """Deletes the files of a run without steps, and then the `made` folders if they are empty."""
     with contextlib.suppress(OSError):
-        if _is_at(lock, folder) and not _steps(folder):
+        if _is_at(lock, folder) and not _steps(folder):  # the file may be in another folder now
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
             for place in made:

@@ -1,8 +1,4 @@
-"""How weights pass from one format to another: layer by layer, never a whole model in memory.
-
-An array is named by its path in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Layers before the
-pipeline are numbered from 0, and so are layers in the pipeline.
-"""
+"""How weights pass from one format to another: layer by layer, never a whole model in memory."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +20,7 @@ _PLAIN = (np.float32, np.float16, jnp.bfloat16)
 
 
 class Mismatch(InputError):
-    """A checkpoint does not hold what was asked for; the message names the leaf.
-
-    Commands then exit with 1 and not 2: the argument was fine, but not what it names.
-    """
+    """A checkpoint does not hold what was asked for; commands then exit with 1 and not 2."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +63,7 @@ class LayerSource(Protocol):
         """The dtype of the arrays from `read`; moments may have another than parameters."""
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
-        """One array; `layer` is its number among those that have it, None outside the layers.
-
-        Raises Mismatch, naming the stored array, when bytes are missing.
-        """
+        """One array; `layer` is its number among those that have it, None outside the layers."""
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         """What the checkpoint calls the stored array, for messages."""
@@ -113,11 +103,9 @@ def copy(
 ) -> None:
     """Copies every array of `source` to `destination`, then commits the destination.
 
-    Besides what source and destination hold, one array of one layer is in memory. Where their
-    attention scales differ, the query kernels are multiplied (`times_ratio`). Nothing else changes.
-
-    Raises Mismatch, naming the array, when it holds a value that is not finite, unless `allow_nan`,
-    or a second moment below 0, and InputError when the optimizer's state would have to be scaled.
+    One array of one layer is in memory at a time. Query kernels are multiplied where the attention
+    scales differ. Raises Mismatch for a second moment below 0 and, unless `allow_nan`, for values
+    that are not finite, and InputError when the optimizer's state would have to be scaled.
     """
     ratio = ratio_of(source.attention_scale, destination.attention_scale)
     parts = [part for part in source.parts if part in destination.parts]
@@ -225,9 +213,6 @@ def check_sign(array: np.ndarray, name: str, part: str) -> None:
 
 
 def times_ratio(array: np.ndarray, ratio: float) -> np.ndarray:
-    """The product of a query kernel and a number, in the dtype of the kernel.
-
-    In float64, scaling by `ratio` and back again changes a value by 1 unit in the last place at
-    most; in float32 it would be 2 (with head_dim 96).
-    """
+    """The product of a query kernel and a number, in the dtype of the kernel."""
+    # Back again, values are off by 1 unit in the last place at most; with float32 it would be 2.
     return (array.astype(np.float64) * ratio).astype(array.dtype)

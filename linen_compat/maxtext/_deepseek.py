@@ -1,8 +1,4 @@
-"""MaxText's decoder block `deepseek`: its keys, and the fields of `ModelConfig` that they become.
-
-The config of latent attention decides the factor on scores; other blocks fold it into the query
-kernel. The router's weights depend on the name of the model, see `fields_of_deepseek`.
-"""
+"""MaxText's decoder block `deepseek`: its keys, and the fields of `ModelConfig` they become."""
 
 import math
 from typing import NamedTuple
@@ -85,14 +81,12 @@ _OF_YARN: dict[str, OneValue] = {
 
 
 def keys_of_named(name: str, model: ModelConfig) -> Fields:
-    """The keys that MaxText's file for a named model has beside those of `maxtext.config`.
-
-    MaxText's file of DeepSeek-V3 chooses experts from all groups, unlike the published model.
-    """
+    """The keys that MaxText's file for a named model has beside those of `maxtext.config`."""
     assert model.rope_head_dim is not None, "the preset has latent attention"
     return {
         "decoder_block": BLOCK,
         "attention_type": "mla",
+        # MaxText's DeepSeek-V3 chooses experts from all groups, unlike the published model.
         **{key: getattr(model, field) for key, field in _COPIED.items()},
         "base_mlp_dim": model.dense_mlp_dim,
         "base_moe_mlp_dim": model.mlp_dim,

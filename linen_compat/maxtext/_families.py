@@ -10,14 +10,10 @@ from nnx_pipeline.lab.errors import one_of
 
 @dataclass(frozen=True)
 class Block:
-    """One of MaxText's kinds of decoder layers.
-
-    One with QK norm multiplies the queries by head_dim^-0.5; in other blocks that factor is part of
-    the query kernel.
-    """
+    """One of MaxText's kinds of decoder layers."""
 
     routed: bool
-    qk_norm: bool
+    qk_norm: bool  # queries are then multiplied by head_dim^-0.5, which other kernels contain
 
 
 BLOCKS = {
@@ -61,10 +57,7 @@ def keys_of_preset(name: str, model: ModelConfig) -> Fields:
 
 
 def fields_of_block(values: Values) -> Fields:
-    """The fields of the model's config that its decoder block and other keys decide.
-
-    Raises InputError for a block that is not known, or whose keys contradict it.
-    """
+    """The fields of the model's config that its decoder block and other keys decide."""
     name, experts = values["decoder_block"], values["num_experts"]
     one_of("decoder_block", name, BLOCKS)
     block = BLOCKS[name]

@@ -1,9 +1,7 @@
 """What each key of a MaxText configuration means to this project: mapped, fixed or ignored.
 
 MAPPED keys become fields of `nnx_pipeline.Config`. FIXED keys change what the model computes or
-what its checkpoint holds; this project supports one behaviour only and refuses all others. Ignored
-keys say how a run is carried out: on which machines, with which kernels, data, logs and
-checkpoints.
+what its checkpoint holds, and have one behaviour here. Ignored keys say how a run is carried out.
 """
 
 import ast

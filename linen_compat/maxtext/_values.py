@@ -88,10 +88,7 @@ DEFAULTS: Fields = {
 
 
 def typed(values: Values) -> Fields:
-    """Every mapped value in the type of its default, since YAML reads 3e-5 as text.
-
-    Raises InputError, naming the key, for a value that cannot have that type.
-    """
+    """Every mapped value in the type of its default, since YAML reads 3e-5 as text."""
     result = dict(values)
     for key, default in DEFAULTS.items():
         value = values[key]
@@ -126,10 +123,7 @@ def wrong_type(key: str, value: object, kind: type) -> InputError:
 
 
 def load_yaml(text: str) -> object:
-    """The plain value of a YAML text; PyYAML alone would take the last of two values silently.
-
-    Raises yaml.YAMLError for what is not YAML, and for a key that stands twice in a mapping.
-    """
+    """The plain value of a YAML text, in which no key of a mapping stands twice."""
     loader = yaml.SafeLoader(text)
     compose = loader.compose_mapping_node
     loader.compose_mapping_node = lambda anchor: _with_keys_once(compose(anchor))

@@ -164,10 +164,10 @@ def _check_keys(given: Values) -> None:
 
 
 def _with_sizes(given: Fields) -> Fields:
-    """The keys that are given, with the sizes of their `model_name`, if it is one of the presets.
+    """The keys that are given, with the sizes of their `model_name`, if that is a preset.
 
-    These sizes win over MaxText's defaults, as in MaxText, and here also over a default that the
-    file spells out. With `override_model_config` it is the keys that are given that win.
+    As in MaxText these sizes win over its defaults, even where the file spells them out; what is
+    given wins over them with `override_model_config`.
     """
     name = given.get("model_name", "default")
     if not isinstance(name, str):

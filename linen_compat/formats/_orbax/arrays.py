@@ -22,11 +22,7 @@ _BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
 
 
 def array_specs(items: Path) -> dict[str, ArraySpec]:
-    """Shape and dtype of every array of a checkpoint, by the path of its leaf; none is read.
-
-    Raises Mismatch, naming the leaf, when an array cannot be opened or has a dtype that no model
-    has, and when the metadata belong to another checkpoint of this project.
-    """
+    """Shape and dtype of every array of a checkpoint, by the path of its leaf; none is read."""
     metadata = corruption.read_metadata(items)
     context = ts.Context()  # one for all, so that the index of a database is read once
     # Begin to open all of them before waiting for the first.
@@ -55,17 +51,14 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
 
 
 class MissingChunk(Mismatch):
-    """An array lacks a chunk, so that its values there are unknown.
-
-    In checkpoints that leave out zeros it cannot be told whether the chunk was lost.
-    """
+    """An array lacks a chunk, which in some checkpoints means zeros and in others a loss."""
 
 
 class StoredArrays:
     """The arrays of one checkpoint, by the path of their leaf.
 
     The last array stays open, with its decoded chunks in memory. So a stack of layers in one chunk
-    is read from disk once, for all its layers in turn. Raises Mismatch without metadata.
+    is read from disk once, for all its layers in turn.
     """
 
     def __init__(self, items: Path) -> None:
@@ -100,15 +93,12 @@ class StoredArrays:
         self._open.clear()
 
     def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, found: np.ndarray) -> None:
-        """Raises Mismatch unless every chunk that a box overlaps has its checksum.
-
-        Chunks that lie within the box are not read a second time.
-        """
+        """Raises Mismatch unless all chunks that a box overlaps have their checksums."""
         grid, sums = _grid(store), (self._metadata.chunks or {}).get(leaf, [])
         whole = found.reshape([part.stop - part.start for part in box])
         for chunk in grid.touched(box):
             number = grid.number(chunk)
-            if contains(box, chunk):
+            if contains(box, chunk):  # not read a second time
                 values = whole[within(box, chunk)]
             elif (leaf, number) in self._checked:
                 continue
@@ -169,8 +159,6 @@ class NewArrays:
     Each chunk ends in its crc32c, a codec of the format that every reader checks. The checksums in
     `_METADATA` show that each chunk is in its own place. All arrays of a checkpoint share a mark
     with `_METADATA`, which shows that the checksums are theirs.
-
-    Raises OSError, naming the folder, when something cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,7 @@
 """Which chunks of an array overlap a part of it, and checksums that tie each chunk to its place.
 
-The crc32c at the end of a chunk covers the bytes of that chunk alone: it stays valid when two
-chunks change places. So the checksums of an array's chunks are also kept apart from the array, in
-the order of the chunks' places.
+The crc32c at the end of a chunk stays valid when two chunks change places. So checksums are also
+kept apart from the array, in the order of its chunks.
 """
 
 import itertools

@@ -100,10 +100,7 @@ def was_orbax(folder: Path) -> bool:
 
 
 def check_index(items: Path) -> None:
-    """Reads the small files that say where the arrays are, and the files of Orbax beside them.
-
-    Raises Mismatch, naming the file, when one of them is damaged or missing.
-    """
+    """Reads the small files that say where the arrays are, and the files of Orbax beside them."""
     _check_regular(items)
     metadata = read_metadata(items)
     if (items / SHARDING).exists():
@@ -134,11 +131,7 @@ def _check_regular(items: Path) -> None:
 
 
 def check_databases(items: Path) -> None:
-    """Reads the indices of all versions of every database, also of single processes.
-
-    Files end with an index, so one that was truncated shows even where it has lost nothing that the
-    checkpoint refers to. Raises Mismatch, naming the folder and a leaf.
-    """
+    """Reads the indices of all versions of every database, also of single processes."""
     processes = sorted(items.glob("ocdbt.process_*"))
     for folder in (items, *processes) if (items / MANIFEST).exists() else ():
         if not any(folder.glob("manifest.*")):
@@ -149,6 +142,7 @@ def check_databases(items: Path) -> None:
             )
         base = in_folder(folder)
         try:
+            # Files end with an index: a truncated one shows even where nothing in use is lost.
             manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
             for version in manifest["versions"]:
                 number = version["generation_number"]

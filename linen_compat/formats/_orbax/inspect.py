@@ -144,13 +144,9 @@ def existing_folder(checkpoint: str | Path) -> Path:
 def find_items(checkpoint: str | Path) -> Path:
     """The folder that holds the arrays of a checkpoint: a run, a step, or that folder itself.
 
-    A step has its arrays in the step folder, in `items`, or in the only other folder with arrays,
-    such as `default` or `state`. Names alone decide which step of a run is the latest; an earlier
-    one is never taken instead.
-
+    Names alone decide which step of a run is the latest; an earlier one is never taken instead.
     Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
-    and Mismatch, naming the step or the file, when there is one that was not written to its end,
-    has lost its metadata or cannot be read.
+    and Mismatch when there is one that is not complete or cannot be read.
     """
     folder = existing_folder(checkpoint).absolute()
     if steps := _steps(folder):
@@ -253,10 +249,7 @@ def _has_metadata(folder: Path) -> bool:
 
 
 def inspect(checkpoint: str | Path) -> Inspection:
-    """Reads names, shapes and dtypes of a checkpoint, and works out its layout.
-
-    Raises the errors of `find_items`, and Mismatch for what cannot be read or has no such layout.
-    """
+    """Reads names, shapes and dtypes of a checkpoint, and works out its layout."""
     items = find_items(checkpoint)
     corruption.check_index(items)  # names what is lost more clearly than opening an array does
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}

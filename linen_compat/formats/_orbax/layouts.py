@@ -1,8 +1,4 @@
-"""Where each layout stores each layer of each parameter: names and indices, no arrays.
-
-Layers are numbered in the order in which a token passes them, from 0 before the pipeline and again
-from 0 in it.
-"""
+"""Where each layout stores each layer of each parameter: names and indices, no arrays."""
 
 import re
 from collections import Counter
@@ -64,16 +60,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """How a tree of parameters stores its layers.
+    """How a tree of parameters stores its layers, numbered from 0 within each kind.
 
     Of the layers of the pipeline, layer = (repeat · stages + stage) · layers_per_stage + j.
     `maxtext:pipelined` has one array per j with leading axes `[repeats, stages]`, or `[stages]`
     with one repeat; `nnx` has one array with leading axes `[repeats, stages, layers_per_stage]`.
     The layers before the pipeline are scanned in both: with their axis first in `nnx`, and second
     in `maxtext:pipelined`. Unscanned and scanned trees have one stage and one repeat.
-
-    Raises InputError for stages or repeats where the format has none, and when the number of layers
-    does not divide into them.
     """
 
     format: str
@@ -201,12 +194,10 @@ def slashed(nnx_path: str) -> str:
 def find_layout(
     shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint"
 ) -> TreeLayout:
-    """The layout of a tree, from the names and shapes of its arrays.
+    """The layout of a tree, from shapes by path below `params/params`, or below `model`.
 
-    `shapes` are by the path below `params/params`, or below `model` for `nnx`. The sizes of the
-    stacking axes that occur most often count, so that one array of another shape changes nothing.
-
-    Raises Mismatch for no layers of MaxText's decoder, or layers stacked in a way that is not read.
+    The sizes of the stacking axes that occur most often count, so that one array of another shape
+    changes nothing. Raises Mismatch for a tree of another model or layout.
     """
     _refuse_what_is_outside(shapes)
     dense = _dense_layers(shapes)

@@ -55,10 +55,7 @@ class OrbaxSource:
 
     @functools.cached_property
     def scalars(self) -> Mapping[str, np.ndarray]:
-        """Read at the first access, because a model alone needs none.
-
-        With parameters only there is the step, unless its chunk is missing.
-        """
+        """Read at the first access, because a model alone needs none."""
         if not self._parameters_only:
             return read_scalars(self._found)
         step = self._found.scalars.get("step")
@@ -86,10 +83,7 @@ class OrbaxSource:
         return self._files.in_order(self.name(path, layer))
 
     def check_files(self) -> None:
-        """Looks for truncated files that reading every array does not find.
-
-        Called after the arrays, since an error of reading names the array that is lost.
-        """
+        """To be called after reading every array: those errors name what is lost."""
         check_databases(self._found.items)
 
     def close(self) -> None:

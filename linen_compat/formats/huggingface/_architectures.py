@@ -16,10 +16,7 @@ Keys = Mapping[str, Any]  # of config.json, with their values; or fields of `Mod
 
 
 class Allowed(NamedTuple):
-    """The values of a key that are computed here, any where there are none, and why no others.
-
-    The first one is written.
-    """
+    """The values of a key that are computed here (none: any; the first is written), and why."""
 
     values: tuple[object, ...]
     reason: str
@@ -260,10 +257,7 @@ ARCHITECTURES = {
 
 
 def written_as(model: ModelConfig) -> Architecture:
-    """The class that a model is written as.
-
-    Raises InputError for a sliding window that no class has beside what else the model has.
-    """
+    """The class that a model is written as."""
     windowed = model.sliding_window is not None
     if model.kv_lora_rank is not None and not windowed:
         return DEEPSEEK_V2 if model.router_score == "softmax" else DEEPSEEK_V3

@@ -1,8 +1,4 @@
-"""Folders of safetensors, one file or several with an index, read and written tensor by tensor.
-
-The library writes a file only from memory as a whole. So the writer here lays the files out
-itself: eight bytes with the length of a JSON header, the header, the tensors.
-"""
+"""Folders of safetensors, one file or several with an index, read and written tensor by tensor."""
 
 import contextlib
 import json
@@ -42,9 +38,6 @@ def holds_tensors(folder: Path) -> bool:
 class TensorFolder:
     """The tensors of a folder, by name. `specs` has the shape and dtype of each.
 
-    Files are opened anew for each tensor, since the pages of a mapped file count as memory of the
-    process until it is closed.
-
     Raises InputError when the folder holds no model, and Mismatch, naming the file or the tensor,
     when files or tensors are missing, broken, of a dtype other than `DTYPES`, or not what this
     project wrote.
@@ -74,6 +67,7 @@ class TensorFolder:
             found = checksums.of_part(*_place(self._files[name], name))
             checksums.require(self.folder, self.sums, name, found)
             self._checked.add(name)
+        # Opened anew, as the pages of a mapped file count as memory until it is closed.
         with _opened(self._files[name]) as file:
             array: np.ndarray = file.get_slice(name)[index] if index else file.get_tensor(name)
             return array
@@ -141,9 +135,8 @@ def _is_name(file: str) -> bool:
 class NewTensorFolder:
     """Tensors that are being written to an empty folder, in any order, one at a time.
 
-    `tensors` has every tensor that will be written. A tensor of more than `shard_bytes` gets a file
-    of its own. Where everything fits into one file there is no index. Each file has its full length
-    from the start.
+    The library writes a file only from memory as a whole, so the files are laid out here. A tensor
+    of more than `shard_bytes` gets a file of its own. Each file has its full length from the start.
     """
 
     def __init__(
@@ -170,10 +163,7 @@ class NewTensorFolder:
         self._written[name] = checksums.of_bytes(content)
 
     def finish(self) -> dict[str, str]:
-        """Writes the index if there are several files; returns the checksums by tensor.
-
-        Raises RuntimeError unless every tensor has been written.
-        """
+        """Writes the index if there are several files; returns the checksums by tensor."""
         missing = [name for name in self.tensors if name not in self._written]
         if missing:
             raise RuntimeError(f"{missing[0]} was never written")

@@ -27,10 +27,7 @@ KEYS = ("rope_theta", *DICTIONARIES)
 
 
 def fields_of_rope(values: Keys, absent_theta: float, *, latent: bool) -> Json:
-    """The fields `rope_…` of a model; `absent_theta` is the base where no key names one.
-
-    Raises InputError for a rotary embedding that is not computed here, and where keys disagree.
-    """
+    """The fields `rope_…` of a model; `absent_theta` is the base where no key names one."""
     bases, scalings = {}, {}
     if values.get("rope_theta") is not None:
         bases["rope_theta"] = values["rope_theta"]
@@ -131,10 +128,7 @@ def latent_head_dim(values: Keys, absent: Keys) -> int:
 
 
 def attention_scale_in(values: Keys) -> float:
-    """What transformers multiplies the scores by beside head_dim^-0.5.
-
-    It is (0.1 · mscale_all_dim · ln(factor) + 1)², or 1 without `mscale_all_dim`.
-    """
+    """The factor of scores beside head_dim^-0.5: (0.1 · mscale_all_dim · ln(factor) + 1)²."""
     for name in DICTIONARIES:
         rope = values.get(name) or {}
         if rope.get("mscale_all_dim"):

@@ -1,7 +1,4 @@
-"""Hugging Face's models, folders of safetensors, read and written as streams of layers.
-
-Such a folder holds weights and `config.json`. Tokenizers and generation settings are not touched.
-"""
+"""Hugging Face's models, folders of safetensors, read and written as streams of layers."""
 
 import dataclasses
 import json
@@ -55,21 +52,13 @@ _MUST_AGREE = (
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model, complete or not.
-
-    It must have a `config.json`, and either tensors or nothing of an Orbax checkpoint, as an
-    unrelated `config.json` may lie beside an Orbax checkpoint.
-    """
-    folder = local(checkpoint)
+    """Whether a folder is a Hugging Face model, complete or not."""
+    folder = local(checkpoint)  # an unrelated config.json may lie beside an Orbax checkpoint
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
 
 
 def own_config(folder: str | Path) -> Config:
-    """The config that a folder's own `config.json` describes.
-
-    Raises Mismatch where the model of the folder is not supported or its `config.json` is damaged,
-    and InputError where there is none.
-    """
+    """The config that a folder's own `config.json` describes."""
     try:
         return config_from_huggingface(folder)
     except InputError as error:
@@ -79,15 +68,11 @@ def own_config(folder: str | Path) -> Config:
 
 
 def config_for(folder: str | Path, config: Config | None) -> Config:
-    """The config to read a folder with: the one that is given, or else the folder's own.
-
-    A given one gets the folder's `max_position_embeddings` where it has none, so that the value is
-    there when the model is saved. Raises what `own_config` raises.
-    """
+    """The config to read a folder with: the one that is given, or else the folder's own."""
     own = own_config(folder)
     if config is None or config.model.max_position_embeddings is not None:
         return config or own
-    longest = own.model.max_position_embeddings
+    longest = own.model.max_position_embeddings  # to be there when the model is saved
     model = dataclasses.replace(config.model, max_position_embeddings=longest)
     return dataclasses.replace(config, model=model)
 
@@ -107,20 +92,14 @@ def write_huggingface(
 
 
 def compare_folder(folder: str | Path, model: ModelConfig) -> Comparison:
-    """Compares the tensors and the config of a folder with what a model needs.
-
-    No tensor is read, but for a head beside tied embeddings.
-    """
+    """Compares tensors and config of a folder with a model; at most a tied head is read."""
     return _compare(folder, TensorFolder(folder), model)
 
 
 class HuggingFaceSource:
     """A Hugging Face model as a `LayerSource`, once every tensor is accounted for.
 
-    `model` is to take the parameters; None for that of `config.json`. Arrays have the dtypes that
-    are stored. The query kernels are scaled for `model.attention_scale`.
-
-    Raises what `linen_compat.load` raises.
+    The query kernels are scaled for the `attention_scale` of `model`; None is the folder's own.
     """
 
     parts: tuple[str, ...] = (PARAMETERS,)
@@ -169,11 +148,7 @@ class HuggingFaceSource:
 
 
 class HuggingFaceDestination:
-    """A new folder of safetensors and `config.json` as a `LayerDestination`.
-
-    If all arrays have one dtype `config.json` names that, and otherwise `param_dtype`. Raises
-    InputError when transformers has no such model.
-    """
+    """A new folder of safetensors and `config.json` as a `LayerDestination`."""
 
     parts: tuple[str, ...] = (PARAMETERS,)
 
@@ -232,10 +207,8 @@ def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
 
 
 def _reordered(model: ModelConfig) -> bool:
-    """Whether the rotated numbers of a head are in another order than in transformers.
-
-    Its models rotate halves. With latent attention the config says what they rotate.
-    """
+    """Whether the rotated numbers of a head are in another order than in transformers."""
+    # Its models rotate halves; with latent attention the config says what they rotate.
     return model.rope_interleaved and model.kv_lora_rank is None
 
 
@@ -296,10 +269,7 @@ def _has_own_head(files: TensorFolder) -> bool:
 
 
 def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
-    """A line for each difference in the scores of latent attention.
-
-    No kernel is scaled or reordered for it.
-    """
+    """Lines for differences in the scores of latent attention, for which no kernel is changed."""
     if own.rope_interleaved != model.rope_interleaved:
         yield (
             f"{CONFIG_FILE} has rope_interleaved={own.rope_interleaved}, the model "

@@ -1,9 +1,7 @@
-"""Which tensors of a Hugging Face model hold each array of this project, and how they are laid out.
+"""Which tensors of a Hugging Face model hold each array of this project, and in which layout.
 
 Kernels are `[out, in]` there; here they are `[in, out]`, with one axis for the heads and one for
-the dimensions of a head. Experts are tensors of their own there and one stack here. Both sides
-rotate halves of a head; only where a model here rotates neighbours, the values of a head are put in
-another order. This module reads no file.
+the dimensions of a head. Experts are tensors of their own there and one stack here.
 """
 
 import math
@@ -85,10 +83,7 @@ class Tensors:
         return dense if path.startswith(EARLY) else self.num_layers - dense
 
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
-        """The tensors that hold one array of one layer: a single one, or one for each expert.
-
-        `layer` is the number of the layer among those of its kind; None outside the layers.
-        """
+        """The tensors of an array: one, or one per expert; `layer` counts within its kind."""
         if layer is None:
             return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
         name = self._name(path)

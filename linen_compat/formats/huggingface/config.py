@@ -1,8 +1,6 @@
 """Converts `config.json` of Hugging Face's models to this project's config and back.
 
-Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused
-unless their value is false, 0, null or empty. A key that changes what a model computes is never
-ignored.
+A key that changes what a model computes is never ignored.
 """
 
 import json
@@ -192,10 +190,7 @@ def config_to_huggingface(config: Config) -> Json:
 
 
 def read_config_json(path: str | Path) -> Json:
-    """The contents of the `config.json` of a folder, or of the file itself.
-
-    Raises InputError when there is no such file, or no JSON object in it.
-    """
+    """The contents of the `config.json` of a folder, or of the file itself."""
     file = local(path)
     if file.is_dir():
         file = file / CONFIG_FILE
@@ -289,10 +284,7 @@ def _refuse_values(values: Keys, architecture: Architecture) -> None:
 
 
 def _window(values: Keys, architecture: Architecture) -> int | None:
-    """The sliding window; None where no sequence is longer.
-
-    Raises InputError for a window of a class that does not read it.
-    """
+    """The sliding window; None where no sequence is longer."""
     absent = architecture.absent
     # Qwen3's window has no effect: it needs use_sliding_window, which is refused.
     if "use_sliding_window" in architecture.only or values.get(WINDOW, absent.get(WINDOW)) is None:
