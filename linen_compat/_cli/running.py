@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,11 +12,11 @@ from rich import progress
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from linen_compat._cli.options import Source, Target
 from linen_compat.checkpoints import _check as checking
 from linen_compat.checkpoints._check import diagnose, read_everything
 from linen_compat.checkpoints._convert import Conversion, From, To, plan
 from linen_compat.checkpoints._named_config import read_config
+from linen_compat.formats._comparison import first_of
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE
 from linen_compat.formats._streams import Mismatch, Progress
@@ -113,14 +113,13 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
     result = {**result, "problems": problems, "fits": not problems}
     emit_json(json_path, result)
     if problems:
-        raise Failed(f"{checkpoint} does not fit {config_name}: {_first_of(problems)}")
+        raise Failed(f"{checkpoint} does not fit {config_name}: {first_of(problems)}")
 
 
 @_command()
-def run_convert(source: Source, target: Target, *, keep_nan: bool) -> None:
-    config = read_config(source.config_name) if source.config_name else None
-    opened = From(source.checkpoint, source.source_format, config, source.parameters_only)
-    prepared = plan(opened, To(**vars(target)))
+def run_convert(source: From, target: To, config_name: str | None, *, keep_nan: bool) -> None:
+    config = read_config(config_name) if config_name else None
+    prepared = plan(replace(source, config=config), target)
     with _byte_bar("converting", prepared.nbytes) as passed:
         prepared.run(allow_nan=keep_nan, progress=passed)
     show(_conversion(prepared), json_path=None)
@@ -201,12 +200,6 @@ def _named(reason: str, names: tuple[str, ...], shown: int = 5) -> str:
 def _text(words: str) -> Text:
     """A line, in which no name begins another one."""
     return Text(printable(words))
-
-
-def _first_of(problems: list[str], shown: int = 3) -> str:
-    """The first problems in one line, and how many more there are."""
-    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 from linen_compat.checkpoints import _reference as reference
 from linen_compat.checkpoints.loading import load
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._comparison import Comparison, compare_to_load
+from linen_compat.formats._comparison import Comparison, compare_to_load, first_of
 from linen_compat.formats._in_memory import for_mesh, model_arrays
 from linen_compat.formats._intact import Json, Unchanged
 from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
@@ -137,15 +137,12 @@ def read_everything(
     files = files_of(diagnosis.checkpoint) if diagnosis.format == HUGGINGFACE else None
     with Unchanged(diagnosis.checkpoint, files):
         for read in _every_array(diagnosis, config):
-            array = read.array
-            if read.part is not None:
+            array, part = read.array, read.part
+            if part is not None:
                 streams.check_finite(array, read.name, allow_nan=allow_nan)
-                streams.check_sign(array, read.name, read.part)
+                streams.check_sign(array, read.name, part)
                 found = suspicion(
-                    array,
-                    read.part,
-                    rows_may_be_zero=read.of_tokens,
-                    all_may_be_zero=read.may_be_zero,
+                    array, part, rows_may_be_zero=read.of_tokens, all_may_be_zero=read.may_be_zero
                 )
                 if found:
                     strange.setdefault(read.name, found)
@@ -154,11 +151,10 @@ def read_everything(
     if diagnosis.format != HUGGINGFACE:
         strange = {**_zeros_as_stored(diagnosis, config), **strange}
     if strange:
-        shown = [f"{name} {found}" for name, found in strange.items()][:3]
-        more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise Mismatch(
-            f"{'; '.join(shown)}{more}; every byte could be read, but such values suggest a "
-            "damaged file: compare it with another copy, or take an earlier checkpoint"
+            f"{first_of([f'{name} {found}' for name, found in strange.items()])}; every byte could "
+            "be read, but such values suggest a damaged file: compare it with another copy, or "
+            "take an earlier checkpoint"
         )
     return total
 

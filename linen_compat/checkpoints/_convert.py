@@ -1,6 +1,6 @@
 """Converts a checkpoint from one format to another, one array of one layer at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from linen_compat.formats import _streams as streams
@@ -57,16 +57,16 @@ class Conversion:
     def left_behind(self) -> dict[str, tuple[str, ...]]:
         """The leaves of the source that are not converted, by the reason."""
         opened, lost = self.opened, ("step",) if self.opened.step_is_lost else ()
-        unused = {"of which this project makes no use": opened.unused}
         if self.layout is not None:
-            asked = {"as --parameters-only asks": opened.optimizer}
-            return _without_empty({**asked, "whose chunk is missing": lost, **unused})
-        step = lost or tuple({"step"} & opened.source.scalars.keys())
-        place = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
-        return _without_empty({**place, **unused})
+            left = {"as --parameters-only asks": opened.optimizer, "whose chunk is missing": lost}
+        else:
+            step = lost or tuple({"step"} & opened.source.scalars.keys())
+            left = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
+        left["of which this project makes no use"] = opened.unused
+        return {reason: names for reason, names in left.items() if names}
 
     def run(
-        self, *, allow_nan: bool = False, progress: streams.Progress = lambda name, nbytes: None
+        self, *, allow_nan: bool = False, progress: streams.Progress = streams.no_progress
     ) -> None:
         """Converts the checkpoint; the destination appears when it is complete.
 
@@ -84,10 +84,6 @@ class Conversion:
             streams.copy(source, target, allow_nan=allow_nan, progress=progress)
             if isinstance(source, OrbaxSource):
                 source.check_files()  # after the arrays, whose errors name what is lost
-
-
-def _without_empty(left: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    return {reason: names for reason, names in left.items() if names}
 
 
 @dataclass(frozen=True)
@@ -123,17 +119,14 @@ def plan(source: From, target: To) -> Conversion:
     """Checks everything about a conversion that can be checked without reading an array."""
     one_of("--from", source.format, SOURCES)
     one_of("--to", target.format, TARGETS)
-    stack = (target.stages, target.repeats)
-    if target.format not in (PIPELINED, NNX) and stack != (None, None):
+    if target.format not in (PIPELINED, NNX) and (target.stages, target.repeats) != (None, None):
         raise InputError(
             f"--stages and --repeats are for --to {PIPELINED} and --to {NNX} only; "
             f"leave them out for --to {target.format}"
         )
     check_free(target.path)
-    # A Hugging Face folder has no place for the state of any optimizer.
-    alone = source.parameters_only or target.format == HUGGINGFACE
-    opened = open_checkpoint(source.path, source.format, source.config, parameters_only=alone)
-    if target.format == HUGGINGFACE:
+    if target.format == HUGGINGFACE:  # has no place for the state of any optimizer
+        opened = open_checkpoint(replace(source, parameters_only=True))
         if opened.config is None:
             raise InputError(
                 "--to huggingface needs --config, as config.json states values that an Orbax "
@@ -141,36 +134,28 @@ def plan(source: From, target: To) -> Conversion:
                 "give the config of the model, which for a run of `nnx-pipeline train` is its "
                 "config.yml"
             )
-        layout = None
-    else:
-        layout = _target_layout(opened, target)
-        if target.format != NNX and opened.config is not None:
-            check_maxtext(opened.config.model)
+        return Conversion(opened, Path(target.path), None)
+    opened = open_checkpoint(source)
+    layout = _target_layout(opened, target)
+    if target.format != NNX and opened.config is not None:
+        check_maxtext(opened.config.model)
     return Conversion(opened, Path(target.path), layout)
 
 
-def open_checkpoint(
-    checkpoint: str | Path,
-    source_format: str = AUTO,
-    config: Config | None = None,
-    *,
-    parameters_only: bool = False,
-) -> Opened:
+def open_checkpoint(source: From) -> Opened:
     """Opens a checkpoint of any format as a source, once every leaf is accounted for."""
-    if source_format == HUGGINGFACE or (
-        source_format == AUTO and huggingface.is_huggingface(checkpoint)
-    ):
-        files = Unchanged(checkpoint, files_of(checkpoint))
-        config = huggingface.config_for(checkpoint, config)
-        source = huggingface.HuggingFaceSource(checkpoint, config.model)
-        return Opened(source, files, None, config)
-    files = Unchanged(find_items(checkpoint))
-    found = whole = inspect(checkpoint)
-    if source_format not in (AUTO, found.layout.format):
+    path, config = source.path, source.config
+    if source.format == HUGGINGFACE or (source.format == AUTO and huggingface.is_huggingface(path)):
+        files = Unchanged(path, files_of(path))
+        config = huggingface.config_for(path, config)
+        return Opened(huggingface.HuggingFaceSource(path, config.model), files, None, config)
+    files = Unchanged(find_items(path))
+    found = whole = inspect(path)
+    if source.format not in (AUTO, found.layout.format):
         raise Mismatch(
             f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
         )
-    if parameters_only:
+    if source.parameters_only:
         found = whole.parameters_alone
     elif whole.other_optimizer:
         raise Mismatch(
@@ -182,26 +167,26 @@ def open_checkpoint(
     else:
         comparison, arrays = compare_leaves(found, config.model), model_arrays(config.model)
     comparison.require(found.items)
-    given = OrbaxSource(found, arrays, parameters_only=parameters_only)
-    check_scalars(given.scalars)
+    stream = OrbaxSource(found, arrays, parameters_only=source.parameters_only)
+    check_scalars(stream.scalars)
     return Opened(
-        given,
+        stream,
         files,
         found.layout,
         config,
         unused=tuple(leaf.stored for leaf in whole.ignored.values()),
-        optimizer=tuple(optimizer_names(whole.optimizer)) if parameters_only else (),
-        step_is_lost="step" in found.scalars and "step" not in given.scalars,
+        optimizer=tuple(optimizer_names(whole.optimizer)) if source.parameters_only else (),
+        step_is_lost="step" in found.scalars and "step" not in stream.scalars,
     )
 
 
 def _target_layout(opened: Opened, target: To) -> TreeLayout:
-    layers, own, dense = opened.source.num_layers, opened.layout, opened.source.num_dense_layers
+    source, own, stacked = opened.source, opened.layout, {PIPELINED, NNX}
     stages, repeats = target.stages, target.repeats
-    if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
+    if (stages, repeats) == (None, None) and own and {own.format, target.format} <= stacked:
         stages, repeats = own.stages, own.repeats
     if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
-    if target.format not in (PIPELINED, NNX):
-        return TreeLayout(target.format, layers, num_dense_layers=dense)
-    return TreeLayout(target.format, layers, stages or 1, repeats or 1, dense)
+    return TreeLayout(
+        target.format, source.num_layers, stages or 1, repeats or 1, source.num_dense_layers
+    )

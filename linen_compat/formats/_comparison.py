@@ -83,11 +83,15 @@ class Comparison:
 
     def require(self, where: object) -> None:
         """Raises Mismatch, naming leaves of `where`, unless every leaf is accounted for."""
-        problems = self.problems
-        if problems:
-            rest = len(problems) - _SHOWN
-            more = f"; and {rest} more (linen-compat check lists them)" if rest > 0 else ""
-            raise Mismatch(f"{where} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
+        if problems := self.problems:
+            lists = " (linen-compat check lists them)" if len(problems) > _SHOWN else ""
+            raise Mismatch(f"{where} does not fit: {first_of(problems)}{lists}")
+
+
+def first_of(problems: list[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
