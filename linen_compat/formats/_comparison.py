@@ -71,15 +71,17 @@ class Comparison:
         ]
 
     def add(
-        self, name: str, found: ArraySpec, shape: tuple[int, ...], dtype: np.dtype | None
+        self, name: str, found: ArraySpec | None, shape: tuple[int, ...], dtype: np.dtype | None
     ) -> None:
-        """Adds a leaf that model and checkpoint have; any dtype fits where `dtype` is None."""
-        if found.shape != shape:
+        """Adds a leaf that the model needs; any dtype fits where `dtype` is None."""
+        if found is None:
+            self.missing.append(name)
+        elif found.shape != shape:
             self.reshaped.append(Difference(name, str([*found.shape]), str([*shape])))
-            return
-        self.matched.append(name)
-        if dtype is not None and found.dtype != dtype:
-            self.recast.append(Difference(name, found.dtype.name, dtype.name))
+        else:
+            self.matched.append(name)
+            if dtype is not None and found.dtype != dtype:
+                self.recast.append(Difference(name, found.dtype.name, dtype.name))
 
     def require(self, where: object) -> None:
         """Raises Mismatch, naming leaves of `where`, unless every leaf is accounted for."""

@@ -111,13 +111,16 @@ class HuggingFaceSource:
         _compare(folder, self._files, model).require(folder)
         self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
         self.scalars: Mapping[str, np.ndarray] = {}
-        self._tensors = _tensors_of(model, self._files)
+        self._tensors = _tensors_of(model, model_arrays(model), self._files)
         arrays = self._tensors.arrays
         self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
         own_scale = streams.scale_in_arrays(arrays, own.attention_scale)
         self._ratio = streams.ratio_of(own_scale, self.attention_scale)
-        streams.check_ratio(self._tensors.arrays, self._ratio)
-        self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
+        streams.check_ratio(arrays, self._ratio)
+        stored = {path: self._files.specs[self._tensors.of_kind(path)[0]] for path in arrays}
+        self.arrays = {
+            path: ArraySpec(spec.shape, stored[path].dtype) for path, spec in arrays.items()
+        }
 
     def order(self, path: str) -> Sequence[int]:
         return range(self._tensors.count(path))
@@ -126,11 +129,9 @@ class HuggingFaceSource:
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
         array = self._tensors.join(path, layer, self._files.read, index)
-        return (
-            times_ratio(array, self._ratio)
-            if path == streams.QUERY and self._ratio != 1.0
-            else array
-        )
+        if path == streams.QUERY and self._ratio != 1.0:
+            return times_ratio(array, self._ratio)
+        return array
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         return self.arrays[path].dtype
@@ -141,10 +142,6 @@ class HuggingFaceSource:
 
     def close(self) -> None:
         """Nothing is held between reads."""
-
-    def _as_stored(self, path: str) -> ArraySpec:
-        names = self._tensors.of_kind(path)
-        return ArraySpec(self._tensors.arrays[path].shape, self._files.specs[names[0]].dtype)
 
 
 class HuggingFaceDestination:
@@ -166,10 +163,7 @@ class HuggingFaceDestination:
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:
             self._values["torch_dtype"] = dtypes.pop()
-        model = config.model
-        self._tensors = Tensors(
-            arrays, model.num_layers, model.num_dense_layers, interleaved=_reordered(model)
-        )
+        self._tensors = _tensors_of(config.model, arrays)
         self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
 
     def write(
@@ -195,21 +189,14 @@ def _kept(values: Keys) -> checksums.Json:
     return {key: value for key, value in values.items() if key not in IGNORED}
 
 
-def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
-    """The tensors that a model needs; experts are fused where they are in these files."""
-    return Tensors(
-        model_arrays(model),
-        model.num_layers,
-        model.num_dense_layers,
-        fused=is_fused(files.specs),
-        interleaved=_reordered(model),
-    )
-
-
-def _reordered(model: ModelConfig) -> bool:
-    """Whether the rotated numbers of a head are in another order than in transformers."""
-    # Its models rotate halves; with latent attention the config says what they rotate.
-    return model.rope_interleaved and model.kv_lora_rank is None
+def _tensors_of(
+    model: ModelConfig, arrays: Mapping[str, ArraySpec], files: TensorFolder | None = None
+) -> Tensors:
+    """The tensors of a model; experts are fused where they are in these files."""
+    fused = files is not None and is_fused(files.specs)
+    # transformers rotates halves; with latent attention the config says what it rotates.
+    interleaved = model.rope_interleaved and model.kv_lora_rank is None
+    return Tensors(arrays, model.num_layers, model.num_dense_layers, fused, interleaved)
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
@@ -226,26 +213,25 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
     if files.sums is not None:  # this project wrote the folder
         sum_of_config = checksums.of_values(_kept(read_config_json(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
-    for name in _MUST_AGREE:
-        if getattr(own, name) != getattr(model, name):
-            result.notes.append(
-                f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
-            )
-    if model.kv_lora_rank is not None:
-        result.notes.extend(_differing_scores(own, model))
+    differ = [name for name in _MUST_AGREE if getattr(own, name) != getattr(model, name)]
+    if model.kv_lora_rank is not None:  # no kernel is scaled or reordered for it
+        if own.rope_interleaved != model.rope_interleaved:
+            differ.append("rope_interleaved")
+        if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
+            differ.append("attention_scale")
+    result.notes.extend(
+        f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
+        for name in differ
+    )
     for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
         note(
             f"{file} is an adapter beside the model and is not read; if the model is meant with "
             "it, merge it into the weights first (merge_and_unload of peft)"
         )
-    tensors = _tensors_of(model, files)
+    tensors = _tensors_of(model, model_arrays(model), files)
     expected = tensors.specs()
     for name, spec in expected.items():
-        found = files.specs.get(name)
-        if found is None:
-            result.missing.append(name)
-        else:
-            result.add(name, found, spec.shape, spec.dtype)
+        result.add(name, files.specs.get(name), spec.shape, spec.dtype)
     for name in files.specs:
         if name not in expected:
             # A head that is not the table once more is noted above.
@@ -268,29 +254,14 @@ def _has_own_head(files: TensorFolder) -> bool:
     )
 
 
-def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
-    """Lines for differences in the scores of latent attention, for which no kernel is changed."""
-    if own.rope_interleaved != model.rope_interleaved:
-        yield (
-            f"{CONFIG_FILE} has rope_interleaved={own.rope_interleaved}, the model "
-            f"{model.rope_interleaved}"
-        )
-    if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
-        yield (
-            f"{CONFIG_FILE} has attention_scale={own.attention_scale}, the model "
-            f"{model.attention_scale}"
-        )
-
-
 def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:
     """A line for each array of the model whose tensors have several dtypes."""
     for path in tensors.arrays:
         names = [name for name in tensors.of_kind(path) if name in files.specs]
-        dtypes = {name: files.specs[name].dtype for name in names}
-        for name, dtype in dtypes.items():
-            if dtype != dtypes[names[0]]:
-                yield (
-                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
-                    "save the model with one dtype for tensors of one kind"
-                )
-                break
+        first = files.specs[names[0]].dtype if names else None
+        other = next((name for name in names if files.specs[name].dtype != first), None)
+        if other is not None:
+            yield (
+                f"{other} is {files.specs[other].dtype} and {names[0]} is {first}; "
+                "save the model with one dtype for tensors of one kind"
+            )
