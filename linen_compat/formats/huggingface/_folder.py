@@ -198,13 +198,10 @@ def _shards(tensors: Mapping[str, ArraySpec], limit: int) -> Iterator[dict[str, 
 
 
 def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file, and the offset of each tensor after it.
-
-    The layout is that of the library. Wider dtypes come first, so that every tensor is aligned.
-    transformers 4 requires the format `pt` among the metadata.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    """The beginning of a file, and the offset of each tensor after it, as the library writes it."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers 4 requires
     offsets, end = {}, 0
+    # Wider dtypes come first, so that every tensor is aligned.
     for name, spec in sorted(shard.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         offsets[name], end = end, end + spec.nbytes
         code, shape = _CODES[spec.dtype], list(spec.shape)

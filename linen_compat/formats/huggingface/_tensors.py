@@ -11,14 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats._names import (
-    EARLY,
-    OUTSIDE,
-    PATHS_OUTSIDE,
-    QK_NORMS,
-    ROUTER_BIAS,
-    of_model,
-)
+from linen_compat.formats import _names as naming
+from linen_compat.formats._names import EARLY, PATHS_OUTSIDE
 from linen_compat.formats._streams import ArraySpec
 
 Index = tuple[slice, ...]
@@ -35,10 +29,12 @@ _FUSED = {
 # Buffers that old versions saved; their values are computed from the config, by transformers too.
 KNOWN_EXTRA = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-_NORMS_OF_HEADS = tuple(names.nnx for names in QK_NORMS)  # or of the latent vectors of queries
+_NORMS_OF_HEADS = tuple(
+    names.nnx for names in naming.QK_NORMS
+)  # or of the latent vectors of queries
 _AS_IT_IS = (
     *("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale"),
-    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", ROUTER_BIAS.nnx),
+    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", naming.ROUTER_BIAS.nnx),
 )
 _ROTATED = ("attention.query", "attention.key", *_NORMS_OF_HEADS)  # their last axis is head_dim
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
@@ -63,7 +59,7 @@ class Tensors:
 
     def specs(self) -> dict[str, ArraySpec]:
         """Shape and dtype of every tensor by its name, layer after layer."""
-        first, *last = (names.nnx for names in of_model(self.arrays)[0])
+        first, *last = (names.nnx for names in naming.of_model(self.arrays)[0])
         layers = [path for path in self.arrays if path not in (first, *last)]
         order: list[tuple[str, int | None]] = [(first, None)]
         for early in (True, False):
@@ -71,11 +67,11 @@ class Tensors:
             count = self.count(paths[0]) if paths else 0
             order += [(path, layer) for layer in range(count) for path in paths]
         order += [(path, None) for path in last]
-        found = {}
-        for path, layer in order:
-            for name in self.names(path, layer):
-                found[name] = ArraySpec(self._shape(path), self.arrays[path].dtype)
-        return found
+        return {
+            name: ArraySpec(self._shape(path), self.arrays[path].dtype)
+            for path, layer in order
+            for name in self.names(path, layer)
+        }
 
     def count(self, path: str) -> int:
         """How many layers have an array: the dense ones before the others, or those."""
@@ -85,7 +81,7 @@ class Tensors:
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
         """The tensors of an array: one, or one per expert; `layer` counts within its kind."""
         if layer is None:
-            return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
+            return (next(names.huggingface for names in naming.OUTSIDE if names.nnx == path),)
         name = self._name(path)
         experts = range(self.arrays[path].shape[0]) if _EXPERT in name else range(1)
         number = layer if path.startswith(EARLY) else layer + self.num_dense_layers
@@ -138,16 +134,12 @@ class Tensors:
         """What the tensor of one array is called below `model.layers.<number>`."""
         if self.fused and path in _FUSED:
             return _FUSED[path]
-        _, of_layers = of_model(self.arrays)
+        _, of_layers = naming.of_model(self.arrays)
         return next(names.huggingface for names in of_layers if names.nnx == path)
-
-    @property
-    def _has_experts(self) -> bool:
-        return "feed_forward.router" in self.arrays
 
     def _is_stack(self, path: str) -> bool:
         """Whether an array here is a stack of the matrices of several experts."""
-        return self._has_experts and path in _STACKED
+        return "feed_forward.router" in self.arrays and path in _STACKED
 
     def _shape(self, path: str) -> tuple[int, ...]:
         """The shape of each tensor that holds an array; kernels are `[out, in]`."""
