@@ -44,13 +44,9 @@ def stored_config(checkpoint: str | Path) -> Config | None:
     if is_huggingface(folder):
         return own_config(folder)
     whole = folder.resolve()
-    run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
-    file = run / RUN_CONFIG
+    of_step = whole.parent if whole.name.isdecimal() else whole
+    file = (whole.parents[1] if whole.name == "items" else of_step) / RUN_CONFIG
     return read_config(str(file)) if file.is_file() else None
-
-
-def _is_step(folder: Path) -> bool:
-    return folder.name.isdecimal()
 
 
 def _scale_of(checkpoint: str | Path) -> float | None:

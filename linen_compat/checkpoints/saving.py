@@ -38,17 +38,16 @@ def save(
     - `step`: the step to store; None stores none, and a Hugging Face folder has no place for one.
 
     Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
-    change: they are multiplied by the model's `attention_scale` divided by the format's. The scale
-    of MaxText's formats is 1, or head_dim^-0.5 with `qk_norm`; Hugging Face's is head_dim^-0.5;
-    `nnx` stores the model's own. With `rope_interleaved` query and key are in another order in a
-    Hugging Face folder. With latent attention nothing changes in any format, because the config
-    says the factor on scores.
+    change: they are multiplied by the model's `attention_scale` divided by the format's. That is 1
+    for MaxText, or head_dim^-0.5 with `qk_norm`; head_dim^-0.5 for Hugging Face; the model's own
+    for `nnx`. With `rope_interleaved` query and key are in another order in a Hugging Face folder.
+    With latent attention nothing changes, because the config says the factor on scores.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
     processes, when MaxText or transformers has no such model, or when a Hugging Face folder takes
-    more bytes than are free there; and OSError, naming `checkpoint`, when the disk is full. Nothing
-    is left behind when it fails. Warns (`nnx_pipeline.lab.errors.Note`) where a checkpoint of
-    another format, which is compressed, may take more bytes than are free.
+    more bytes than are free; and OSError, naming `checkpoint`, when the disk is full. Nothing is
+    left behind then. Warns (`nnx_pipeline.lab.errors.Note`) where another format, which is
+    compressed, may take more bytes than are free.
     """
     check_savable_model(model)
     check_folder("checkpoint", checkpoint)

@@ -26,9 +26,9 @@ def load_train_state(
 ) -> TrainState:
     """The training state of a checkpoint, placed on a mesh, from which training continues.
 
-    - `checkpoint`: an Orbax checkpoint as for `load`, with a full training state: the step, and
-      AdamW's state as `optax.adamw` makes it and as MaxText and this project save it
-      (`opt_state/0/mu`, `nu` and `count`, or for `nnx` `optimizer/mu`, `nu` and `count`).
+    - `checkpoint`: an Orbax checkpoint as for `load`, with the step and AdamW's state as
+      `optax.adamw` makes it and as MaxText and this project save it (`opt_state/0/mu`, `nu` and
+      `count`, or for `nnx` `optimizer/mu`, `nu` and `count`).
     - `config`: the config of the model, the pipeline and the training.
     - `mesh`: None for the mesh of `jax.set_mesh`, and without one a mesh of one device. The result
       is on `state.step.sharding.mesh`.
@@ -36,9 +36,8 @@ def load_train_state(
     Moments get the dtype of the parameters, as the optimizer makes them. MaxText counts the steps
     of training, of Adam and of its learning rate; here all three are one number.
 
-    Raises the errors of `load`, and refuses a checkpoint with the state of another optimizer, one
-    in which these counts differ, in which a leaf of the state is missing, unknown or of another
-    shape, in which a second moment is below 0, or in which a moment is NaN or infinite.
+    Raises the errors of `load`, also for leaves of the state, and refuses the state of another
+    optimizer, counts that differ, a second moment below 0, and a moment that is NaN or infinite.
     """
     arguments.check_to_load(checkpoint, config, mesh)
     arguments.check_config("config", config, Config)  # a training state needs one
@@ -46,7 +45,8 @@ def load_train_state(
     _check_state(found)
     source = open_source(found, config)
     check_scalars(source.scalars)
-    mesh = mesh or mesh_in_use() or _one_device(config)
+    sharding = config.pipeline.sharding
+    mesh = mesh or mesh_in_use() or make_mesh(MeshConfig(), jax.devices()[:1], sharding=sharding)
     config = for_mesh(config, mesh)
     with Unchanged(found.items), jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
@@ -127,7 +127,3 @@ def _places(tree: PyTree) -> PyTree:
 def _placed(value: np.ndarray, like: jax.Array) -> jax.Array:
     placed: jax.Array = jax.device_put(value.astype(like.dtype), like.sharding)
     return placed
-
-
-def _one_device(config: Config) -> Mesh:
-    return make_mesh(MeshConfig(), jax.devices()[:1], sharding=config.pipeline.sharding)

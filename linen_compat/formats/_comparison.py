@@ -12,7 +12,7 @@ from linen_compat.formats import _names as naming
 from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names
 from linen_compat.formats._orbax import layouts
-from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection, Leaves
+from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
 from linen_compat.formats._orbax.layouts import NNX, PIPELINED, slashed
 from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, Mismatch
 from linen_compat.maxtext._families import check_maxtext
@@ -204,8 +204,10 @@ def _some_dense(count: int) -> str:
 def _compare_part(
     result: Comparison, found: Inspection, part: str, expected: Mapping[str, ArraySpec]
 ) -> None:
-    leaves = found.parts[part]
-    prefix = _prefix(leaves)
+    leaves, prefix = found.parts[part], ""
+    if leaves:  # all their stored paths begin as the first one
+        name = next(iter(leaves))
+        prefix = re.split(re.escape(name) + r"(?:/value)?$", leaves[name].stored)[0]
     for name, spec in expected.items():
         if (leaf := leaves.get(name)) is None:
             result.missing.append(prefix + name)
@@ -228,10 +230,3 @@ def _compare_optimizer(result: Comparison, found: Inspection) -> None:
     result.missing.extend(f"{place}/{moment}" for moment in absent)
     absent = [name for name in ("step", "count") if name not in found.scalars]
     result.missing.extend(SCALAR_PATHS[family][name] for name in absent)
-
-
-def _prefix(leaves: Leaves) -> str:
-    """The beginning that the stored paths of these leaves share."""
-    for name, leaf in leaves.items():
-        return re.split(re.escape(name) + r"(?:/value)?$", leaf.stored)[0]
-    return ""

@@ -74,11 +74,8 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
     `explicit`. With a `model_name` among this project's presets the sizes are those of the preset,
     and with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`;
     other values must not contradict them unless `override_model_config` is true. Keys that only say
-    how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
-    schedule of the learning rate, which is constant here.
-
-    The decoder blocks that are read, and what else than sizes they decide, are in
-    `maxtext.families` and `maxtext.deepseek`.
+    how a run is carried out (kernels, machines, data, logs) are ignored. So is the schedule of the
+    learning rate, which is constant here.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
@@ -214,20 +211,10 @@ def _model(values: Values) -> ModelConfig:
             f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, as "
             "MaxText draws other masks; set enable_dropout to false"
         )
-    return ModelConfig(
-        vocab_size=values["vocab_size"],
-        embed_dim=values["base_emb_dim"],
-        num_layers=values["base_num_decoder_layers"],
-        num_heads=values["base_num_query_heads"],
-        num_kv_heads=values["base_num_kv_heads"],
-        num_experts=values["num_experts"],
-        num_experts_per_token=values["num_experts_per_tok"],
-        dtype=values["dtype"],
-        param_dtype=values["weight_dtype"],
-        norm_epsilon=float(values["normalization_layer_epsilon"]),
-        rope_theta=float(values["rope_max_timescale"]),
-        **fields_of_block(values),
-    )
+    sizes = {field: values[key] for key, field in _SIZES.items()}
+    sizes["rope_theta"] = float(sizes["rope_theta"])
+    dtypes = {"dtype": values["dtype"], "param_dtype": values["weight_dtype"]}
+    return ModelConfig(**{**sizes, **dtypes, **fields_of_block(values)})
 
 
 def _pipeline(values: Values) -> PipelineConfig:

@@ -5,19 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from linen_compat.formats._names import (
-    ATTENTION,
-    EXPERTS,
-    EXPERTS_OF_DEEPSEEK,
-    EXPERTS_OF_QWEN3,
-    LATENT_ATTENTION,
-    MLP,
-    NORMS,
-    PLAIN_QUERY,
-    QK_NORMS,
-    Names,
-    of_model,
-)
+from linen_compat.formats import _names as naming
+from linen_compat.formats._names import QK_NORMS, Names, of_model
 from linen_compat.formats._streams import ArraySpec, Mismatch
 from nnx_pipeline.lab.errors import InputError, counted, one_of
 
@@ -32,21 +21,25 @@ _NNX_LAYERS = "pipeline/layers"
 _NNX_EARLY = "dense_layers"
 # MaxText's groups of layers: most models have `layers`, DeepSeek's the other two.
 _LATER_GROUPS = ("layers", "moe_layers")
-Stacks = Counter[tuple[int, ...]]  # how often each tuple of stacking axes occurs
-# The number of axes of each parameter in one layer; further axes stack layers.
+
+
+def _rank(name: str) -> int:
+    """The number of axes of a parameter in one layer, by its name in MaxText."""
+    if name.endswith(("scale", "bias")):
+        return 1
+    if name.startswith("self_attention/"):
+        return 2 if name.endswith("_a/kernel") else 3
+    return 2 if name.endswith("kernel") else 3  # stacks of experts are no kernels by their names
+
+
+# Of names that are equal in NNX, the first that leaves axes to stack layers counts.
 _RANKS = {
-    **dict.fromkeys((*NORMS, *QK_NORMS), 1),
-    **dict.fromkeys(ATTENTION, 3),
-    **{names: 2 if "gate/kernel" in names.linen else 3 for names in (*EXPERTS, *EXPERTS_OF_QWEN3)},
-    **dict.fromkeys(MLP, 2),
-    **{
-        names: 1 if "norm" in names.linen else 2 if "_a/kernel" in names.linen else 3
-        for names in (*LATENT_ATTENTION, PLAIN_QUERY[0])
-    },
-    **{
-        names: 1 if names.linen.endswith("bias") else 2 if names.linen.endswith("kernel") else 3
-        for names in EXPERTS_OF_DEEPSEEK
-    },
+    names: _rank(names.linen)
+    for names in (
+        *(*naming.NORMS, *QK_NORMS, *naming.ATTENTION, *naming.EXPERTS, *naming.EXPERTS_OF_QWEN3),
+        *(*naming.MLP, *naming.LATENT_ATTENTION, naming.PLAIN_QUERY[0]),
+        *naming.EXPERTS_OF_DEEPSEEK,
+    )
 }
 
 
@@ -133,26 +126,25 @@ class TreeLayout:
         at = (repeat, stage) if self.repeats > 1 else (stage,)
         return Slot(f"{_PIPELINE}/{inner}{names.linen}", at)
 
+    def _stack(self, names: Names) -> tuple[int, tuple[int, ...]]:
+        """The first of the axes that stack layers in a stored array, and the sizes of these."""
+        if self.format == UNSCANNED:
+            return 0, ()
+        if self.format == NNX:
+            whole = (self.repeats, self.stages, self.layers_per_stage)
+            return 0, (self.num_dense_layers,) if names.is_early else whole
+        if self.format == SCANNED or names.is_early:
+            return SCAN_AXIS, (self.count(names),)
+        return 0, (self.repeats, self.stages) if self.repeats > 1 else (self.stages,)
+
     def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the stored array of layers that have this shape each."""
-        if self.format == UNSCANNED:
-            return shape
-        if self.format == NNX and names.is_early:
-            return (self.num_dense_layers, *shape)
-        if self.format == SCANNED or names.is_early:
-            return (*shape[:SCAN_AXIS], self.count(names), *shape[SCAN_AXIS:])
-        if self.format == NNX:
-            return (self.repeats, self.stages, self.layers_per_stage, *shape)
-        return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
+        axis, sizes = self._stack(names)
+        return (*shape[:axis], *sizes, *shape[axis:])
 
     def stacked_axes(self, names: Names) -> range:
-        if self.format == UNSCANNED:
-            return range(0)
-        if self.format == NNX:
-            return range(1 if names.is_early else 3)
-        if self.format == SCANNED or names.is_early:
-            return range(SCAN_AXIS, SCAN_AXIS + 1)
-        return range(2 if self.repeats > 1 else 1)
+        axis, sizes = self._stack(names)
+        return range(axis, axis + len(sizes))
 
     def unstacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that one layer has in a stored array of this shape."""
@@ -196,20 +188,18 @@ def find_layout(
 ) -> TreeLayout:
     """The layout of a tree, from shapes by path below `params/params`, or below `model`.
 
-    The sizes of the stacking axes that occur most often count, so that one array of another shape
-    changes nothing. Raises Mismatch for a tree of another model or layout.
+    What most arrays say counts, so that one of another shape changes nothing.
     """
     _refuse_what_is_outside(shapes)
     dense = _dense_layers(shapes)
-    if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
-        (repeats, stages, per_stage), _ = leading.most_common(1)[0]
+    if axes := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
+        repeats, stages, per_stage = axes
         return TreeLayout(NNX, repeats * stages * per_stage + dense, stages, repeats, dense)
-    if leading := _leading(shapes, f"{_PIPELINE}/"):
-        return _pipelined(shapes, leading, dense)
+    if axes := _leading(shapes, f"{_PIPELINE}/"):
+        return _pipelined(shapes, axes, dense)
     for group in _LATER_GROUPS:
-        if scanned := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
-            layers = scanned.most_common(1)[0][0][0]
-            return TreeLayout(SCANNED, layers + dense, num_dense_layers=dense)
+        if axes := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
+            return TreeLayout(SCANNED, axes[0] + dense, num_dense_layers=dense)
         if apart := _apart(shapes, f"decoder/{group}_"):
             return TreeLayout(UNSCANNED, apart + dense, num_dense_layers=dense)
     raise Mismatch(
@@ -219,11 +209,9 @@ def find_layout(
 
 
 def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    if leading := _leading(shapes, f"{_NNX_EARLY}/", nnx=True):
-        return leading.most_common(1)[0][0][0]
-    if leading := _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS):
-        return leading.most_common(1)[0][0][0]
-    return _apart(shapes, f"decoder/{_NNX_EARLY}_")
+    axes = _leading(shapes, f"{_NNX_EARLY}/", nnx=True)
+    axes = axes or _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS)
+    return axes[0] if axes else _apart(shapes, f"decoder/{_NNX_EARLY}_")
 
 
 def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
@@ -232,8 +220,9 @@ def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
     return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
 
 
-def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: int) -> TreeLayout:
-    axes, _ = leading.most_common(1)[0]
+def _pipelined(
+    shapes: Mapping[str, tuple[int, ...]], axes: tuple[int, ...], dense: int
+) -> TreeLayout:
     if len(axes) > 2:
         example = next(name for name in shapes if name.startswith(_PIPELINE))
         raise Mismatch(
@@ -248,9 +237,9 @@ def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: in
 
 def _leading(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
-) -> Stacks:
-    """The stacking axes of the arrays below `prefix`, with how often each occurs."""
-    found: Stacks = Counter()
+) -> tuple[int, ...]:
+    """The sizes of the stacking axes that most arrays below `prefix` have; () without any."""
+    found = Counter[tuple[int, ...]]()
     for name, shape in shapes.items():
         if not name.startswith(prefix):
             continue
@@ -260,7 +249,7 @@ def _leading(
             if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
                 found[shape[axis : axis + extra]] += 1
                 break
-    return found
+    return found.most_common(1)[0][0] if found else ()
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -136,14 +136,12 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
 
 
 def config_to_huggingface(config: Config) -> Json:
-    """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
+    """The contents of `config.json`, for transformers 4 and 5, of a model.
 
-    With QK norm it is a Qwen3 instead, with experts or without, and with latent attention a
-    DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3.
-
-    transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
-    config has it, and otherwise that of training. `attention_scale` has no key, as it is either
-    part of the query kernel or head_dim^-0.5; for DeepSeek `mscale_all_dim` says it.
+    It is a Mixtral, or with one expert a Llama; a Qwen3 with QK norm, with experts or without; with
+    latent attention a DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3. The longest sequence is
+    that of the model where the config has it, and otherwise that of training. `attention_scale` has
+    no key: it is part of the query kernel or head_dim^-0.5, and for DeepSeek from `mscale_all_dim`.
 
     Raises InputError for a model that does not exist in transformers.
     """
