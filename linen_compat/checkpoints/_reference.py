@@ -3,6 +3,7 @@
 It reads MaxText's own names and shares neither formulas nor the places of layers with the rest.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -63,15 +64,11 @@ def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
         return f"decoder/{group}_{layer}", ()
     if layout.format == "maxtext:scanned":
         return f"decoder/{group}", (slice(None), layer)
-    number, base = 0, "decoder/pipeline_module/layers"
-    for repeat in range(layout.repeats):
-        for stage in range(layout.stages):
-            for j in range(layout.layers_per_stage):
-                if number == layer:
-                    own = f"{base}/layers_{j}" if layout.layers_per_stage > 1 else base
-                    return own, ((repeat, stage) if layout.repeats > 1 else (stage,))
-                number += 1
-    raise IndexError(f"layer {layer} of {number}")
+    sizes = (layout.repeats, layout.stages, layout.layers_per_stage)
+    repeat, stage, j = [*itertools.product(*map(range, sizes))][layer]
+    inner = f"/layers_{j}" if layout.layers_per_stage > 1 else ""
+    index = (repeat, stage) if layout.repeats > 1 else (stage,)
+    return f"decoder/pipeline_module/layers{inner}", index
 
 
 def _layer(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:

@@ -118,11 +118,7 @@ class SourceOfParts(streams.LayerSource, Protocol):
     """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
 
     def read(
-        self,
-        path: str,
-        layer: int | None,
-        part: str = PARAMETERS,
-        index: tuple[slice, ...] = (),
+        self, path: str, layer: int | None, part: str = PARAMETERS, index: tuple[slice, ...] = ()
     ) -> np.ndarray: ...
 
     def close(self) -> None: ...

@@ -138,11 +138,8 @@ def check_names(model: ModelConfig) -> None:
                 "num_experts to 2 or more"
             )
         return
-    for name, none in {
-        "router_bias": False,
-        "num_shared_experts": 0,
-        "num_dense_layers": 0,
-    }.items():
+    plain = {"router_bias": False, "num_shared_experts": 0, "num_dense_layers": 0}
+    for name, none in plain.items():
         if getattr(model, name) != none:
             raise InputError(
                 f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "
@@ -181,7 +178,4 @@ OF_DEEPSEEK = (
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *EXPERTS_OF_DEEPSEEK), "moe_layers"),
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *MLP), "dense_layers", EARLY),
 )
-ALL_OF_LAYERS = (
-    *(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP),
-    *OF_DEEPSEEK,
-)
+ALL_OF_LAYERS = (*(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP), *OF_DEEPSEEK)
