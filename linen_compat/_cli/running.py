@@ -143,15 +143,9 @@ def _inspection(found: Inspection) -> Columns:
 def _diagnosis(found: checking.Diagnosis) -> RenderableType:
     """A table that counts leaves by how they fit, and below it the leaves that do not."""
     result = found.comparison
-    counts = {
-        "matched": len(result.matched),
-        "missing": len(result.missing),
-        "extra": len(result.extra),
-        "reshaped": len(result.reshaped),
-        "recast": len(result.recast),
-        "ignored": len(result.ignored),
-        "randomly initialised": len(result.fresh),
-    }
+    kinds = ("matched", "missing", "extra", "reshaped", "recast", "ignored")
+    counts = {kind: len(getattr(result, kind)) for kind in kinds}
+    counts["randomly initialised"] = len(result.fresh)
     head = (
         f"{found.format}: {counted(found.num_layers, 'layer')}, {counted(found.stages, 'stage')}, "
         f"{counted(found.repeats, 'repeat')}"
@@ -179,11 +173,10 @@ def _first_difference(result: checking.FirstDifference) -> str:
 
 def _conversion(plan: Conversion) -> Text:
     """One line on what was written, and what was left behind."""
-    layout = plan.layout
-    what = HUGGINGFACE
+    what, layout = HUGGINGFACE, plan.layout
     if layout is not None:
-        parts = (counted(layout.stages, "stage"), counted(layout.repeats, "repeat"))
-        what = ", ".join([layout.format, *parts])
+        stages, repeats = counted(layout.stages, "stage"), counted(layout.repeats, "repeat")
+        what = f"{layout.format}, {stages}, {repeats}"
     left = "; ".join(_named(*item) for item in plan.left_behind.items())
     rest = f"; left behind: {left}" if left else ""
     layers = plan.opened.source.num_layers

@@ -130,7 +130,10 @@ def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtr
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         model: Mixtral = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
-        return fill(model, _placement(model, mesh), source)
+        if mesh is not None:
+            return fill(model, variable_shardings(model, model.layout, mesh), source)
+        device = SingleDeviceSharding(jax.devices()[0])
+        return fill(model, jax.tree.map(lambda _: device, model), source)
 
 
 def mesh_in_use() -> Mesh | None:
@@ -158,13 +161,6 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
                 f"{rule}; choose another mesh, because the checkpoint fixes the sizes of the model"
             )
     return config
-
-
-def _placement(model: Mixtral, mesh: Mesh | None) -> PyTree:
-    if mesh is not None:
-        return variable_shardings(model, model.layout, mesh)
-    device = SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda _: device, model)
 
 
 def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:

@@ -6,7 +6,6 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from linen_compat.formats._streams import Mismatch
@@ -14,7 +13,6 @@ from nnx_pipeline.lab._files import read_regular
 
 FILE = "nnx-pipeline-checksums.json"
 _BLOCK_BYTES = 2**20
-Stamp = tuple[int, int, int]
 Json = dict[str, Any]  # an object of JSON, or of YAML
 
 
@@ -89,12 +87,7 @@ class Unchanged:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Mismatch | OSError):
             return
         for path, stamp in self._stamps.items():
@@ -105,7 +98,7 @@ class Unchanged:
                 ) from error
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Size, time of change and inode of a file; None without a file."""
     with contextlib.suppress(OSError):
         found = os.stat(path)

@@ -31,8 +31,6 @@ class Names:
 
 
 EARLY = "dense_layers."  # the beginning of the NNX paths of layers before the pipeline
-
-
 _ROUTED, _SHARED = "DeepSeekMoeBlock_0/MoeBlock_0", "DeepSeekMoeBlock_0/shared_experts"
 _HF_SHARED = "mlp.shared_experts"
 _HF_QUERY_NORM, _HF_KV_NORM = "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"
@@ -80,8 +78,6 @@ MLP = (
     Names("feed_forward.up", "mlp/wi_1/kernel", "mlp.up_proj.weight"),
     Names("feed_forward.down", "mlp/wo/kernel", "mlp.down_proj.weight"),
 )
-
-
 LATENT_ATTENTION = (
     Names("attention.query_down", "self_attention/wq_a/kernel", "self_attn.q_a_proj.weight"),
     Names("attention.query_norm.scale", "self_attention/q_norm/scale", _HF_QUERY_NORM),

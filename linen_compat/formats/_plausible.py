@@ -14,11 +14,7 @@ from linen_compat.formats._streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline.train.loop import MOST_WEIGHT
 
 TIMES_MIDDLE = 1e4  # the most that a weight may be, in medians of the array
-LARGEST = {
-    PARAMETERS: MOST_WEIGHT,
-    MOMENTS[0]: 1e6,
-    MOMENTS[1]: 1e12,
-}  # a second moment is a square
+LARGEST = {PARAMETERS: MOST_WEIGHT, MOMENTS[0]: 1e6, MOMENTS[1]: 1e12}  # the last are squares
 LONGEST_RUN = 64  # this many consecutive exact zeros mean a lost block
 _BLOCK = 2**20
 _SAMPLE = 2**16

@@ -33,8 +33,6 @@ _ROPE_OF_LLAMA3_1 = {
     "rope_low_frequency": 1.0,
     "rope_high_frequency": 4.0,
 }
-
-
 # How the routers of all blocks but DeepSeek's work.
 _ROUTER = {
     "router_score": "softmax",

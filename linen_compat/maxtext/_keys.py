@@ -192,9 +192,9 @@ def kind(key: str) -> str | None:
         return "mapped"
     if key in FIXED:
         return "fixed"
-    if PARALLELISM.fullmatch(key):
-        return "ignored"
-    return "ignored" if key in _IGNORED or _IGNORED_FAMILIES.fullmatch(key) else None
+    families = (PARALLELISM, _IGNORED_FAMILIES)
+    ignored = key in _IGNORED or any(family.fullmatch(key) for family in families)
+    return "ignored" if ignored else None
 
 
 def listed_keys() -> list[str]:

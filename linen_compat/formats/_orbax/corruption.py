@@ -51,7 +51,7 @@ def read_metadata(items: Path) -> Metadata:
     if {_CHECKSUM, CHUNKS, MARK} & set(custom) and custom.get(_CHECKSUM) != _checksum(values):
         raise _broken(file, "it does not match its own checksum")
     scale = custom.get("attention_scale")
-    if scale is not None and not _is_above_zero(scale):
+    if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
         raise _broken(file, f"attention_scale={scale!r} is not a number above 0")
     leaves = []
     for key, entry in tree.items():
@@ -77,10 +77,6 @@ def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> 
             f"{items / METADATA} belongs to another checkpoint than {leaf}, or has lost its "
             "checksums: the checkpoint is damaged; restore that file, or take another checkpoint"
         )
-
-
-def _is_above_zero(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def metadata_with_checksum(values: checksums.Json) -> checksums.Json:
@@ -172,11 +168,8 @@ def _database(folder: Path, metadata: Metadata) -> str:
 def _arrays(metadata: Metadata) -> str:
     """What messages call the arrays of a checkpoint: one of them, and how many others."""
     example = next((name for name in metadata.leaves if "/" in name), "")
-    return (
-        f"{example} and {counted(len(metadata.leaves) - 1, 'other array')}"
-        if example
-        else "its arrays"
-    )
+    others = counted(len(metadata.leaves) - 1, "other array")
+    return f"{example} and {others}" if example else "its arrays"
 
 
 def _path(key: str, file: Path) -> str:

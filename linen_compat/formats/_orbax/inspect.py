@@ -30,10 +30,6 @@ class Leaf:
     stored: str
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def spec(self) -> ArraySpec:
         return ArraySpec(self.shape, np.dtype(jnp.dtype(self.dtype)))
 
@@ -65,7 +61,7 @@ class Inspection:
 
     @property
     def parameter_count(self) -> int:
-        return sum(leaf.size for leaf in self.parameters.values())
+        return sum(math.prod(leaf.shape) for leaf in self.parameters.values())
 
     @property
     def other(self) -> Leaves:
