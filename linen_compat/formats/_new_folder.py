@@ -90,7 +90,7 @@ def _full(error: BaseException) -> str | None:
         return None
     if error.errno in words:
         return words[error.errno]
-    return next((said for said in words.values() if said in str(error)), None)
+    return next((said for said in words.values() if said in str(error)), None)  # by TensorStore
 
 
 def _remove(folder: Path, parents: list[Path]) -> None:
@@ -151,7 +151,7 @@ def _marked(folder: Path) -> Iterator[None]:
     unnamed = folder / f"{_MARK}.new"
     with open(unnamed, "wb") as file:
         _lock(file.fileno())
-        unnamed.rename(folder / _MARK)
+        unnamed.rename(folder / _MARK)  # once it is locked, so that none finds it unlocked
         yield
 
 
@@ -173,7 +173,7 @@ def _short(final: Path) -> str:
     room = 255 - len(f".{'0' * 8}{INCOMPLETE}")
     name = final.name
     while len(os.fsencode(name)) > room:
-        name = name[:-1]
+        name = name[:-1]  # whole characters, so that none is split
     return name
 
 
