@@ -12,7 +12,7 @@ from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_n
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats._plausible import check_scalars
-from linen_compat.formats._streams import Mismatch
+from linen_compat.formats._streams import Mismatch, copy
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.maxtext._families import check_maxtext
@@ -81,7 +81,7 @@ class Conversion:
                 target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
             else:
                 target = OrbaxDestination(source, folder, layout)
-            streams.copy(source, target, allow_nan=allow_nan, progress=progress)
+            copy(source, target, allow_nan=allow_nan, progress=progress)
             if isinstance(source, OrbaxSource):
                 source.check_files()  # after the arrays, whose errors name what is lost
 
