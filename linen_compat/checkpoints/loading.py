@@ -36,7 +36,7 @@ def load(
       config's into which the layers of a stage split.
 
     Arrays are read one at a time, and of each array only the shards of devices of this process.
-    Values are as stored, cast to `config.model.param_dtype`. None is left at an initial value.
+    Values are as stored, cast to `config.model.param_dtype`. No parameter keeps its initial value.
 
     Warns (`nnx_pipeline.lab.errors.Note`) of parameters that are NaN or infinite, of keys of a
     `config.json` that are unknown and switch nothing on, and of an adapter beside the model.
