@@ -533,7 +533,7 @@ MUTATIONS = (
         "test_checksums test_damage",
     ),
     Mutation(
-        "linen_compat/formats/_comparison.py",
+        "linen_compat/formats/_in_memory.py",
         "return 3 if path.startswith(LAYERS)",
         "return 2 if path.startswith(LAYERS)",
         "test_checkpoint_load",
@@ -557,7 +557,7 @@ MUTATIONS = (
         "test_deepseek_linen",
     ),
     Mutation(
-        "linen_compat/formats/huggingface/_deepseek.py",
+        "linen_compat/formats/huggingface/_rope.py",
         'return _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2',
         'return _mscale(rope["factor"], rope["mscale_all_dim"])',
         "test_huggingface_config test_huggingface",

@@ -4,7 +4,6 @@ from nnx_pipeline.lab import _ending as ending
 
 
 def main() -> None:
-    """Runs the `linen-compat` command line in this process."""
     ending.answer("linen-compat")
     from linen_compat._cli import main as cli
 

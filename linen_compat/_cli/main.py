@@ -7,10 +7,12 @@ import os
 # Otherwise the compilers warn about hardware that is not there; errors are still shown.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from dataclasses import dataclass
+
 import click
 
-from linen_compat._cli.options import Source, Target, source_options, target_options
 from linen_compat._cli.overhead import overhead
+from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import main_of
 from nnx_pipeline.lab.errors import InputError
 
@@ -78,6 +80,65 @@ def check(
     run_check(checkpoint, config_name, Checks(read, numerics, allow_nan), json_path)
 
 
+FORMATS = "maxtext:unscanned, maxtext:scanned, maxtext:pipelined, nnx, huggingface"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`."""
+
+    checkpoint: str
+    source_format: str
+    config_name: str | None
+    parameters_only: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """The checkpoint to write, as given by DST, `--to`, `--stages` and `--repeats`."""
+
+    path: str
+    format: str
+    stages: int | None
+    repeats: int | None
+
+
+source_options = bundled(
+    "source",
+    Source,
+    click.argument("checkpoint", metavar="SRC"),
+    click.option(
+        "--from",
+        "source_format",
+        default="auto",
+        show_default=True,
+        metavar="FORMAT",
+        help=f"The format of SRC: {FORMATS}; auto recognises it.",
+    ),
+    click.option("--config", "config_name", metavar="FILE", help="The config that SRC must fit."),
+    click.option(
+        "--parameters-only",
+        is_flag=True,
+        help="Leave the optimizer's state behind, whichever optimizer's it is.",
+    ),
+)
+
+target_options = bundled(
+    "target",
+    Target,
+    click.argument("path", metavar="DST"),
+    click.option(
+        "--to", "format", required=True, metavar="FORMAT", help=f"The format of DST: {FORMATS}."
+    ),
+    click.option("--stages", type=COUNT, help="Stages of maxtext:pipelined or nnx."),
+    click.option(
+        "--repeats",
+        type=COUNT,
+        help="Repeats of maxtext:pipelined or nnx; 2 or more make the pipeline circular.",
+    ),
+)
+
+
 @cli.command(
     short_help="Write it in another format.",
     epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
@@ -93,8 +154,10 @@ def convert(source: Source, target: Target, allow_nan: bool) -> None:
     name when everything is written. Every byte that is copied is read and checked.
     """
     from linen_compat._cli.running import run_convert
+    from linen_compat.checkpoints._convert import From, To
 
-    run_convert(source, target, keep_nan=allow_nan)
+    opened = From(source.checkpoint, source.source_format, parameters_only=source.parameters_only)
+    run_convert(opened, To(**vars(target)), source.config_name, keep_nan=allow_nan)
 
 
 cli.add_command(overhead)

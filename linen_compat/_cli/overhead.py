@@ -18,12 +18,7 @@ READ = ("train.global_batch", "train.sequence_length")
 
 @dataclass(frozen=True)
 class Chosen:
-    """The model to measure, as given by `--model`, `--set` and `--layers`.
-
-    - `model`: a preset.
-    - `assignments`: `key=value` each.
-    - `layers`: the number of decoder layers, None for the model's own.
-    """
+    """The model to measure, as given by `--model`, `--set` and `--layers`."""
 
     model: str
     assignments: tuple[str, ...]
@@ -113,11 +108,7 @@ def overhead(
 
 
 def configured(chosen: Chosen) -> Config:
-    """The config of the preset with its overrides.
-
-    Raises InputError for an override on which no figure depends, for an unknown key, and for
-    `--layers` together with an override of `model.num_layers`.
-    """
+    """The config of the preset with its overrides, on each of which a figure must depend."""
     model, layers = chosen.model, chosen.layers
     overrides = parse_overrides(chosen.assignments)
     chunks = {"train.loss_chunks": "1"}  # the measured loss has no vocabulary to split

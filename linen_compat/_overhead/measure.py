@@ -26,7 +26,7 @@ from linen_compat._overhead.arms import (
     stages_for,
 )
 from linen_compat.bridge._blueprint import forget_blueprints
-from linen_compat.formats._checksums import Json
+from linen_compat.formats._intact import Json
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.lab._hlo.module import parse

@@ -11,26 +11,17 @@ import numpy as np
 
 from linen_compat.checkpoints import _reference as reference
 from linen_compat.checkpoints.loading import load
-from linen_compat.formats._checksums import Json
-from linen_compat.formats._comparison import Comparison, compare_to_load, model_arrays
-from linen_compat.formats._load_shards import for_mesh
-from linen_compat.formats._names import OUTSIDE, ROUTER_BIAS, TOKENS
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._comparison import Comparison, compare_to_load, first_of
+from linen_compat.formats._in_memory import for_mesh, model_arrays
+from linen_compat.formats._intact import Json, Unchanged
+from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats._orbax.arrays import StoredArrays
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE, NNX
 from linen_compat.formats._orbax.stream import OrbaxSource, read_scalars
-from linen_compat.formats._plausible import suspicion, zeros_in_a_row
-from linen_compat.formats._scalars import problem_of
-from linen_compat.formats._streams import (
-    PARAMETERS,
-    Mismatch,
-    Progress,
-    check_finite,
-    check_sign,
-    no_progress,
-    walk,
-)
-from linen_compat.formats._unchanged import Unchanged
+from linen_compat.formats._plausible import problem_of, suspicion, zeros_in_a_row
+from linen_compat.formats._streams import PARAMETERS, Mismatch, walk
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import TensorFolder, files_of
 from linen_compat.formats.huggingface._stream import is_huggingface
@@ -44,14 +35,9 @@ NUMERICS_TOLERANCE = 1e-4  # as a fraction of the largest value, both sides in f
 class Diagnosis:
     """A checkpoint compared with a config.
 
-    - `checkpoint`: the folder of the arrays; of a checkpoint that cannot be read, the given folder.
-    - `format`: such as `maxtext:scanned` or `huggingface`.
-    - `num_layers`, `stages`, `repeats`: what the checkpoint holds.
-    - `comparison`: which leaves fit the model and which do not.
-    - `optimizer`: a sentence about the optimizer's state, where a reader needs one; else None.
-
-    `format` and the three numbers are None for a checkpoint that cannot be read, or of another
-    model.
+    `checkpoint` is the folder of the arrays, or the given one where it cannot be read. `format` and
+    the three numbers are None then, and for a checkpoint of another model. `optimizer` is a line
+    about the optimizer's state, where a reader needs one.
     """
 
     checkpoint: Path
@@ -63,7 +49,6 @@ class Diagnosis:
     optimizer: str | None = None
 
     def to_json(self) -> Json:
-        """The diagnosis and its comparison as one dictionary of plain values, schema 1."""
         found = self.comparison
         return {
             "schema": 1,
@@ -81,11 +66,9 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first place where two computations of a model differ, if there is one.
+    """The first place where two computations of a model differ; None when none does.
 
-    - `place`: `token_embedder`, a layer with its path, or `logits`; None when no place differs.
-    - `largest`: the largest difference at that place, or at any place when none differs, as a
-      fraction of the largest expected magnitude there.
+    `largest` is the largest difference there, or anywhere, relative to the largest expected value.
     """
 
     place: str | None
@@ -93,15 +76,10 @@ class FirstDifference:
 
 
 def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares a checkpoint's names, shapes, dtypes and optimizer counts with what a model needs.
+    """Compares names, shapes, dtypes and the optimizer's counts with what a model needs.
 
-    Apart from these counts no array is read. The result lists all leaves that do not fit or cannot
-    be read. The state of an optimizer other than AdamW is no misfit: `load` leaves it out.
-
-    - `checkpoint`: a folder of any format.
-    - `config`: the config of the model that is to take the arrays.
-
-    Raises InputError where there is no checkpoint.
+    What does not fit or cannot be read is in the result; no checkpoint at all is an InputError. The
+    state of another optimizer than AdamW is no misfit: `load` leaves it out.
     """
     try:
         if is_huggingface(checkpoint):
@@ -128,10 +106,7 @@ def _judged(found: Inspection) -> Inspection:
 
 
 def _of_optimizer(found: Inspection, comparison: Comparison, config: Config) -> str | None:
-    """A sentence about the optimizer's state, where a reader needs one; else None.
-
-    - `comparison`: of the leaves that `_judged` gives.
-    """
+    """A sentence about the optimizer's state, where a reader needs one; else None."""
     if other := found.other_optimizer:
         return (
             f"{other}: linen_compat.load and convert --parameters-only leave it out, "
@@ -150,14 +125,9 @@ def read_everything(
     config: Config,
     *,
     allow_nan: bool = False,
-    progress: Progress = no_progress,
+    progress: streams.Progress = streams.no_progress,
 ) -> int:
-    """Reads every byte of a checkpoint that fits, and returns the number of bytes.
-
-    - `diagnosis`: one without problems.
-    - `config`: the config that the diagnosis was made with.
-    - `allow_nan`: accepts NaN and infinite values.
-    - `progress`: called with the name and the bytes of each array that has been read.
+    """Reads every byte of a checkpoint without problems, and returns the number of bytes.
 
     Raises Mismatch, naming the leaf, when bytes are missing or have changed, a parameter or a
     moment is NaN or infinite, a second moment is below 0, or training cannot have produced an array
@@ -167,15 +137,12 @@ def read_everything(
     files = files_of(diagnosis.checkpoint) if diagnosis.format == HUGGINGFACE else None
     with Unchanged(diagnosis.checkpoint, files):
         for read in _every_array(diagnosis, config):
-            array = read.array
-            if read.part is not None:
-                check_finite(array, read.name, allow_nan=allow_nan)
-                check_sign(array, read.name, read.part)
+            array, part = read.array, read.part
+            if part is not None:
+                streams.check_finite(array, read.name, allow_nan=allow_nan)
+                streams.check_sign(array, read.name, part)
                 found = suspicion(
-                    array,
-                    read.part,
-                    rows_may_be_zero=read.of_tokens,
-                    all_may_be_zero=read.may_be_zero,
+                    array, part, rows_may_be_zero=read.of_tokens, all_may_be_zero=read.may_be_zero
                 )
                 if found:
                     strange.setdefault(read.name, found)
@@ -184,23 +151,17 @@ def read_everything(
     if diagnosis.format != HUGGINGFACE:
         strange = {**_zeros_as_stored(diagnosis, config), **strange}
     if strange:
-        shown = [f"{name} {found}" for name, found in strange.items()][:3]
-        more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise Mismatch(
-            f"{'; '.join(shown)}{more}; every byte could be read, but such values suggest a "
-            "damaged file: compare it with another copy, or take an earlier checkpoint"
+            f"{first_of([f'{name} {found}' for name, found in strange.items()])}; every byte could "
+            "be read, but such values suggest a damaged file: compare it with another copy, or "
+            "take an earlier checkpoint"
         )
     return total
 
 
 @dataclass(frozen=True)
 class _Read:
-    """An array of a checkpoint, and which values it may have.
-
-    - `part`: its part of the model's state; None for everything else.
-    - `of_tokens`: whether it has an axis for the vocabulary.
-    - `may_be_zero`: whether all values may be zero.
-    """
+    """An array of a checkpoint, with its part of the model's state, and which zeros it may have."""
 
     name: str
     array: np.ndarray
@@ -210,7 +171,6 @@ class _Read:
 
 
 def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
-    """Yields every array of the checkpoint, one at a time."""
     if diagnosis.format == HUGGINGFACE:
         # Tensors are read as stored: a lost block of zeros is contiguous there, and scattered in
         # the arrays of a model.
@@ -235,14 +195,10 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
 
 
 def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
-    """Runs of zeros that cannot be right, by the names of the stored arrays.
-
-    A lost block is contiguous on disk. In memory it may be spread over all layers of a scanned
-    stack, or scattered through an array whose chunks are cut along the last axis.
-    """
+    """Runs of zeros that cannot be right, by the names of the stored arrays."""
+    # A lost block is contiguous on disk; in memory it may be spread over the layers of a stack.
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
-    outside = {names.nnx for names in OUTSIDE}
-    left_out = outside | _may_be_zero(config)
+    left_out = PATHS_OUTSIDE | _may_be_zero(config)
     stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
     found = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
     return {name: strange for name, strange in found.items() if strange}
@@ -257,7 +213,7 @@ def _may_be_zero(config: Config) -> set[str]:
 
 
 def check_comparable(diagnosis: Diagnosis) -> None:
-    """Raises InputError for a checkpoint without the names that `compare_with_maxtext` reads."""
+    """Raises InputError for a checkpoint without the names of `compare_with_maxtext`."""
     if diagnosis.format in (HUGGINGFACE, NNX):
         raise InputError(
             f"--numerics works on MaxText's formats only, and {diagnosis.checkpoint} is "
@@ -265,39 +221,23 @@ def check_comparable(diagnosis: Diagnosis) -> None:
         )
 
 
-def compare_with_maxtext(
-    checkpoint: str | Path, config: Config, *, seed: int = 0
-) -> FirstDifference:
-    """Compares the loaded model with MaxText's mathematics over the stored names, layer by layer.
-
-    Both compute in float32 on the same random tokens. The whole model is loaded on one device.
-
-    - `checkpoint`: one of MaxText (`check_comparable`).
-    - `config`: the config of the model; both sides compute in float32 whatever its `dtype`.
-    - `seed`: the seed of the tokens.
-    """
-    found = inspect(checkpoint)
+def compare_with_maxtext(checkpoint: str | Path, config: Config) -> FirstDifference:
+    """Compares the loaded model with MaxText's mathematics, both in float32."""
+    found, largest = inspect(checkpoint), 0.0
     config = for_mesh(config, None)
     model = dataclasses.replace(config.model, dtype="float32")
     config = dataclasses.replace(config, model=model)
     length = min(32, config.train.sequence_length)
-    tokens = np.random.default_rng(seed).integers(model.vocab_size, size=(2, length))
+    tokens = np.random.default_rng(0).integers(model.vocab_size, size=(2, length))
     with jax.default_matmul_precision("highest"):
         states = _states_of(load(checkpoint, config), jnp.asarray(tokens, jnp.int32))
-        return _first_difference(states, found, config, tokens)
-
-
-def _first_difference(
-    states: Iterator[jax.Array], found: Inspection, config: Config, tokens: np.ndarray
-) -> FirstDifference:
-    largest = 0.0
-    expected = reference.hidden_states(found, config.model, tokens)
-    for (place, theirs), ours in zip(expected, states, strict=True):
-        scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
-        difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
-        if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
-            return FirstDifference(place, difference)
-        largest = max(largest, difference)
+        expected = reference.hidden_states(found, model, tokens)
+        for (place, theirs), ours in zip(expected, states, strict=True):
+            scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
+            difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
+            if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
+                return FirstDifference(place, difference)
+            largest = max(largest, difference)
     return FirstDifference(None, largest)
 
 

@@ -1,23 +1,18 @@
 """Converts a checkpoint from one format to another, one array of one layer at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from linen_compat.formats._comparison import compare_leaves, compare_with_itself, model_arrays
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._comparison import compare_leaves, compare_with_itself
+from linen_compat.formats._in_memory import model_arrays
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._new_folder import Room, check_free, new_folder
 from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
-from linen_compat.formats._scalars import check_scalars
-from linen_compat.formats._streams import (
-    LayerDestination,
-    LayerSource,
-    Mismatch,
-    Progress,
-    copy,
-    nbytes_of,
-)
-from linen_compat.formats._unchanged import Unchanged
+from linen_compat.formats._plausible import check_scalars
+from linen_compat.formats._streams import Mismatch, copy
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.maxtext._families import check_maxtext
@@ -33,16 +28,11 @@ SOURCES = (*TARGETS, AUTO)
 class Opened:
     """An opened checkpoint, as the source of a conversion.
 
-    - `source`: reads the arrays, layer by layer.
-    - `files`: the files at the time of opening.
-    - `layout`: how the layers are stacked; None for Hugging Face.
-    - `config`: the config of the model; None where it is not known.
-    - `unused`: leaves that this project has no use for.
-    - `optimizer`: parts of the optimizer's state that `source` leaves out.
-    - `step_is_lost`: whether the value of the step cannot be read.
+    `layout` is None for Hugging Face, and `config` where it is not known. `unused` are leaves that
+    have no use here, `optimizer` parts of the optimizer's state that `source` leaves out.
     """
 
-    source: LayerSource
+    source: streams.LayerSource
     files: Unchanged
     layout: TreeLayout | None
     config: Config | None
@@ -53,12 +43,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that has been checked and not begun.
-
-    - `opened`: the checkpoint to read from.
-    - `destination`: the new folder.
-    - `layout`: how the new checkpoint stacks its layers; None for Hugging Face.
-    """
+    """A conversion that has been checked and not begun; `layout` is None for Hugging Face."""
 
     opened: Opened
     destination: Path
@@ -66,60 +51,47 @@ class Conversion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be copied, without the scalars."""
-        return nbytes_of(self.opened.source)
+        return streams.nbytes_of(self.opened.source)
 
     @property
     def left_behind(self) -> dict[str, tuple[str, ...]]:
         """The leaves of the source that are not converted, by the reason."""
         opened, lost = self.opened, ("step",) if self.opened.step_is_lost else ()
-        unused = {"of which this project makes no use": opened.unused}
         if self.layout is not None:
-            asked = {"as --parameters-only asks": opened.optimizer}
-            return _without_empty({**asked, "whose chunk is missing": lost, **unused})
-        step = lost or tuple({"step"} & opened.source.scalars.keys())
-        place = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
-        return _without_empty({**place, **unused})
+            left = {"as --parameters-only asks": opened.optimizer, "whose chunk is missing": lost}
+        else:
+            step = lost or tuple({"step"} & opened.source.scalars.keys())
+            left = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
+        left["of which this project makes no use"] = opened.unused
+        return {reason: names for reason, names in left.items() if names}
 
     def run(
-        self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
+        self, *, allow_nan: bool = False, progress: streams.Progress = streams.no_progress
     ) -> None:
         """Converts the checkpoint; the destination appears when it is complete.
 
-        - `allow_nan`: keeps NaN and infinite values.
-        - `progress`: called with the name and the bytes of each array that has been copied.
-
-        Raises Mismatch, naming the leaf, for missing bytes and for NaN, and naming the file for a
-        file of the source that has changed since the plan was made. Raises what `new_folder` raises
-        without room.
+        Raises Mismatch for missing bytes, for NaN, and for a file that has changed since `plan`.
         """
         source, layout, config = self.opened.source, self.layout, self.opened.config
         room = Room(self.nbytes, compressed=layout is not None)
         with new_folder(self.destination, room) as folder, self.opened.files:
-            target: LayerDestination
+            target: streams.LayerDestination
             if layout is None:
                 assert config is not None, "a plan for Hugging Face has a config"
                 target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
             else:
-                target = OrbaxDestination.like(source, folder, layout)
+                target = OrbaxDestination(source, folder, layout)
             copy(source, target, allow_nan=allow_nan, progress=progress)
             if isinstance(source, OrbaxSource):
                 source.check_files()  # after the arrays, whose errors name what is lost
 
 
-def _without_empty(left: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    return {reason: names for reason, names in left.items() if names}
-
-
 @dataclass(frozen=True)
 class From:
-    """The checkpoint to convert.
+    """The checkpoint to convert; its format is `auto` to recognise it.
 
-    - `path`: the folder of the checkpoint.
-    - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, `nnx`, `huggingface`,
-      or `auto` to recognise it.
-    - `config`: what the checkpoint must fit; without one its layers must agree with each other.
-    - `parameters_only`: leaves the optimizer's state behind, which may then be of any optimizer.
+    Without a config that it must fit its layers must agree with each other. `parameters_only`
+    leaves the optimizer's state behind, which may then be of any optimizer.
     """
 
     path: str | Path
@@ -130,13 +102,11 @@ class From:
 
 @dataclass(frozen=True)
 class To:
-    """The checkpoint that a conversion writes.
+    """The checkpoint that a conversion writes, in a new folder.
 
-    - `path`: the new folder.
-    - `format`: one of those of `From`, except `auto`. Optimizer state does not go to Hugging Face.
-    - `stages`, `repeats`: for `maxtext:pipelined` and `nnx` only. If both are None, a source in one
-      of these two layouts keeps its own. Otherwise None counts as 1, but `maxtext:pipelined` needs
-      `stages`.
+    `stages` and `repeats` are for `maxtext:pipelined` and `nnx` only. If both are None, a source in
+    one of these two layouts keeps its own. Otherwise None counts as 1, but `maxtext:pipelined`
+    needs `stages`.
     """
 
     path: str | Path
@@ -146,27 +116,17 @@ class To:
 
 
 def plan(source: From, target: To) -> Conversion:
-    """Checks everything about a conversion that can be checked without reading an array.
-
-    - `source`: the checkpoint to read from, and what it must fit.
-    - `target`: the new checkpoint; its folder must not exist yet, or be empty.
-
-    `Conversion.run` then converts. Raises InputError for arguments that cannot be used, and
-    Mismatch for what the checkpoint lacks.
-    """
+    """Checks everything about a conversion that can be checked without reading an array."""
     one_of("--from", source.format, SOURCES)
     one_of("--to", target.format, TARGETS)
-    stack = (target.stages, target.repeats)
-    if target.format not in (PIPELINED, NNX) and stack != (None, None):
+    if target.format not in (PIPELINED, NNX) and (target.stages, target.repeats) != (None, None):
         raise InputError(
             f"--stages and --repeats are for --to {PIPELINED} and --to {NNX} only; "
             f"leave them out for --to {target.format}"
         )
     check_free(target.path)
-    # A Hugging Face folder has no place for the state of any optimizer.
-    alone = source.parameters_only or target.format == HUGGINGFACE
-    opened = open_checkpoint(source.path, source.format, source.config, parameters_only=alone)
-    if target.format == HUGGINGFACE:
+    if target.format == HUGGINGFACE:  # has no place for the state of any optimizer
+        opened = open_checkpoint(replace(source, parameters_only=True))
         if opened.config is None:
             raise InputError(
                 "--to huggingface needs --config, as config.json states values that an Orbax "
@@ -174,44 +134,28 @@ def plan(source: From, target: To) -> Conversion:
                 "give the config of the model, which for a run of `nnx-pipeline train` is its "
                 "config.yml"
             )
-        layout = None
-    else:
-        layout = _target_layout(opened, target)
-        if target.format != NNX and opened.config is not None:
-            check_maxtext(opened.config.model)
+        return Conversion(opened, Path(target.path), None)
+    opened = open_checkpoint(source)
+    layout = _target_layout(opened, target)
+    if target.format != NNX and opened.config is not None:
+        check_maxtext(opened.config.model)
     return Conversion(opened, Path(target.path), layout)
 
 
-def open_checkpoint(
-    checkpoint: str | Path,
-    source_format: str = AUTO,
-    config: Config | None = None,
-    *,
-    parameters_only: bool = False,
-) -> Opened:
-    """Opens a checkpoint of any format as a source, once every leaf is accounted for.
-
-    - `checkpoint`: the folder of the checkpoint.
-    - `source_format`, `config`, `parameters_only`: as `format`, `config` and `parameters_only` of
-      `From`.
-
-    Raises InputError where there is no checkpoint, and Mismatch where it is of another format or a
-    leaf does not fit.
-    """
-    if source_format == HUGGINGFACE or (
-        source_format == AUTO and huggingface.is_huggingface(checkpoint)
-    ):
-        files = Unchanged(checkpoint, files_of(checkpoint))
-        config = huggingface.config_for(checkpoint, config)
-        source = huggingface.HuggingFaceSource(checkpoint, config.model)
-        return Opened(source, files, None, config)
-    files = Unchanged(find_items(checkpoint))
-    found = whole = inspect(checkpoint)
-    if source_format not in (AUTO, found.layout.format):
+def open_checkpoint(source: From) -> Opened:
+    """Opens a checkpoint of any format as a source, once every leaf is accounted for."""
+    path, config = source.path, source.config
+    if source.format == HUGGINGFACE or (source.format == AUTO and huggingface.is_huggingface(path)):
+        files = Unchanged(path, files_of(path))
+        config = huggingface.config_for(path, config)
+        return Opened(huggingface.HuggingFaceSource(path, config.model), files, None, config)
+    files = Unchanged(find_items(path))
+    found = whole = inspect(path)
+    if source.format not in (AUTO, found.layout.format):
         raise Mismatch(
             f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
         )
-    if parameters_only:
+    if source.parameters_only:
         found = whole.parameters_alone
     elif whole.other_optimizer:
         raise Mismatch(
@@ -223,26 +167,26 @@ def open_checkpoint(
     else:
         comparison, arrays = compare_leaves(found, config.model), model_arrays(config.model)
     comparison.require(found.items)
-    given = OrbaxSource(found, arrays, parameters_only=parameters_only)
-    check_scalars(given.scalars)
+    stream = OrbaxSource(found, arrays, parameters_only=source.parameters_only)
+    check_scalars(stream.scalars)
     return Opened(
-        given,
+        stream,
         files,
         found.layout,
         config,
         unused=tuple(leaf.stored for leaf in whole.ignored.values()),
-        optimizer=tuple(optimizer_names(whole.optimizer)) if parameters_only else (),
-        step_is_lost="step" in found.scalars and "step" not in given.scalars,
+        optimizer=tuple(optimizer_names(whole.optimizer)) if source.parameters_only else (),
+        step_is_lost="step" in found.scalars and "step" not in stream.scalars,
     )
 
 
 def _target_layout(opened: Opened, target: To) -> TreeLayout:
-    layers, own, dense = opened.source.num_layers, opened.layout, opened.source.num_dense_layers
+    source, own, stacked = opened.source, opened.layout, {PIPELINED, NNX}
     stages, repeats = target.stages, target.repeats
-    if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
+    if (stages, repeats) == (None, None) and own and {own.format, target.format} <= stacked:
         stages, repeats = own.stages, own.repeats
     if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
-    if target.format not in (PIPELINED, NNX):
-        return TreeLayout(target.format, layers, num_dense_layers=dense)
-    return TreeLayout(target.format, layers, stages or 1, repeats or 1, dense)
+    return TreeLayout(
+        target.format, source.num_layers, stages or 1, repeats or 1, source.num_dense_layers
+    )

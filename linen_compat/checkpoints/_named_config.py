@@ -15,16 +15,10 @@ from nnx_pipeline.lab._files import local
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
-    """The config of a file or a preset.
+    """The config of a Hugging Face folder or its `config.json`, of a YAML file, or a preset.
 
-    - `name`: a Hugging Face folder or its `config.json`, or a name for
-      `maxtext.config.config_from_yaml`.
-    - `checkpoint`: the checkpoint of the model; None for no checkpoint in particular. A
-      `config.json` does not say the attention scale of an Orbax checkpoint, so
-      `model.attention_scale` is taken from the checkpoint.
-
-    Raises InputError when it is none of them, and where there is no checkpoint; and Mismatch for
-    the config of a run that is damaged.
+    A `config.json` does not say the attention scale of an Orbax checkpoint, so that of `checkpoint`
+    is taken where one is given. Raises Mismatch for the config of a run that is damaged.
     """
     file = local(name)
     if name and file.is_dir():
@@ -45,24 +39,14 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
 
 
 def stored_config(checkpoint: str | Path) -> Config | None:
-    """The config that a checkpoint holds; None where it holds none.
-
-    - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
-      folder: a run of `nnx-pipeline train` has a `config.yml`.
-
-    Raises InputError where there is no such folder, and Mismatch where that file is damaged.
-    """
+    """The config of a Hugging Face folder, or of a run, step or items folder, if it has one."""
     folder = existing_folder(checkpoint)
     if is_huggingface(folder):
         return own_config(folder)
     whole = folder.resolve()
-    run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
-    file = run / RUN_CONFIG
+    of_step = whole.parent if whole.name.isdecimal() else whole
+    file = (whole.parents[1] if whole.name == "items" else of_step) / RUN_CONFIG
     return read_config(str(file)) if file.is_file() else None
-
-
-def _is_step(folder: Path) -> bool:
-    return folder.name.isdecimal()
 
 
 def _scale_of(checkpoint: str | Path) -> float | None:

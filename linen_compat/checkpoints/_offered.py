@@ -1,8 +1,4 @@
-"""What the entry point `nnx_pipeline.checkpoints` offers to the commands of `nnx-pipeline`.
-
-A saved run is `<run>/<step>/items`, as MaxText's are. Beside the steps are the config, and the
-origin of the batches.
-"""
+"""What the entry point `nnx_pipeline.checkpoints` offers to the commands of `nnx-pipeline`."""
 
 import dataclasses
 import logging
@@ -14,21 +10,14 @@ from jax.sharding import Mesh
 from linen_compat.checkpoints._named_config import read_config, stored_config
 from linen_compat.checkpoints.loading import load
 from linen_compat.checkpoints.train_state import load_train_state, save_train_state
+from linen_compat.formats import _run_files as runs
 from linen_compat.formats._names import check_names
 from linen_compat.formats._new_folder import new_folder
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
-from linen_compat.formats._run_files import (
-    ORIGIN,
-    RUN_CONFIG,
-    check_checksum,
-    check_claim,
-    claimed,
-    has_steps,
-    with_checksum,
-)
+from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, claimed, with_checksum
 from linen_compat.formats._streams import Mismatch
-from linen_compat.maxtext._yaml_text import load_yaml
+from linen_compat.maxtext._values import load_yaml
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import local, read_regular, write_text
 from nnx_pipeline.lab.errors import unparsed
@@ -56,46 +45,31 @@ def check_savable(config: Config) -> None:
 
 
 def begin(folder: str | Path, config: Config, origin: Origin) -> None:
-    """Writes what a run has beside its steps.
-
-    - `folder`: of the run, which is `claimed`. One that has steps keeps its origin.
-    - `config`, `origin`: of its training.
-    """
+    """Writes what a `claimed` run has beside its steps; where it has steps, its origin stays."""
     run = local(folder)
     write_text(str(run / RUN_CONFIG), with_checksum(dataclasses.asdict(config)))
-    if not has_steps(run):  # it is locked, and so cannot be replaced as a whole
+    if not runs.has_steps(run):  # it is locked, and so cannot be replaced as a whole
         (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
 
 
 def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
-    """Saves a training state, in this project's own format, as a new step of a run.
-
-    - `state`: may be sharded over the devices of this process.
-    - `folder`: of the run, which `begin` has begun.
-    - `config`, `origin`: as they were given to `begin`.
-
-    A step gets its name only when it is complete: a killed process leaves no unfinished step.
-    Raises InputError where the step exists, where the folder was replaced, and where the config or
-    the origin in it is another one.
-    """
+    """Saves a training state, in the format `nnx`, as a new step of a run."""
     run = Path(folder)
-    check_claim(run)
+    runs.check_claim(run)
     if (_config(run), _origin(run)) != (config, origin):
         raise Mismatch(
             f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
             "has written there; choose another folder"
         )
+    # As MaxText's. The step gets its name only when it is complete.
     with new_folder(run / str(int(state.step))) as made:
         save_train_state(state, made / "items", NNX)
 
 
 def saved_run(folder: str | Path) -> SavedRun | None:
-    """The run that `save_step` has saved in a folder; None where there is no saved step of one.
-
-    Raises InputError where its files cannot be read, and where its newest step is damaged.
-    """
+    """The run that `save_step` has saved in a folder; None where there is no saved step of one."""
     run = local(folder)
-    if not str(folder) or not has_steps(run):
+    if not str(folder) or not runs.has_steps(run):
         return None
     return SavedRun(find_items(run).parent, _config(run), _origin(run))
 
@@ -106,7 +80,7 @@ def _config(run: Path) -> Config:
 
 def _origin(run: Path) -> Origin:
     file = run / ORIGIN
-    check_checksum(file)
+    runs.check_checksum(file)
     try:
         values = load_yaml(read_regular(file))
         if not isinstance(values, dict) or not values.keys() == {"seed", "text"}:
@@ -120,11 +94,5 @@ def _origin(run: Path) -> Origin:
 
 
 def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
-    """The state of the newest step of a run, placed on a mesh, from which training goes on.
-
-    - `config`: with the model and the optimizer of the run; its pipeline may be another one.
-    - `mesh`: need not be the one on which the run was trained.
-
-    Raises InputError where the step is damaged.
-    """
+    """The state of the newest step of a run; mesh and pipeline may be other ones now."""
     return load_train_state(run.newest, config, mesh=mesh)

@@ -1,9 +1,9 @@
-"""MaxText's Mixtral, Qwen3 and Llama in plain numpy, as a reference to compare loaded models with.
+"""MaxText's models in plain numpy, as a reference to compare loaded models with.
 
-It reads MaxText's own names and shares neither formulas nor the places of layers with the rest of
-the project. One layer of weights is in memory at a time; everything is computed in float32.
+It reads MaxText's own names and shares neither formulas nor the places of layers with the rest.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -21,14 +21,7 @@ _KERNELS = ("wi_0", "wi_1", "wo")
 def hidden_states(
     found: Inspection, config: ModelConfig, tokens: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the results of the embedding and of each layer, and at last the logits, with names.
-
-    Each value is a float32 array `[batch, seq, …]`.
-
-    - `found`: a checkpoint of MaxText, in any layout.
-    - `config`: of the model that the checkpoint holds.
-    - `tokens`: `[batch, seq]`, one document per row.
-    """
+    """Yields the embedding `[batch, seq, …]`, each layer's and the logits, with names."""
     files = StoredArrays(found.items)
 
     def weight(name: str, index: Index = ()) -> np.ndarray:
@@ -71,15 +64,11 @@ def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
         return f"decoder/{group}_{layer}", ()
     if layout.format == "maxtext:scanned":
         return f"decoder/{group}", (slice(None), layer)
-    number, base = 0, "decoder/pipeline_module/layers"
-    for repeat in range(layout.repeats):
-        for stage in range(layout.stages):
-            for j in range(layout.layers_per_stage):
-                if number == layer:
-                    own = f"{base}/layers_{j}" if layout.layers_per_stage > 1 else base
-                    return own, ((repeat, stage) if layout.repeats > 1 else (stage,))
-                number += 1
-    raise IndexError(f"layer {layer} of {number}")
+    sizes = (layout.repeats, layout.stages, layout.layers_per_stage)
+    repeat, stage, j = [*itertools.product(*map(range, sizes))][layer]
+    inner = f"/layers_{j}" if layout.layers_per_stage > 1 else ""
+    index = (repeat, stage) if layout.repeats > 1 else (stage,)
+    return f"decoder/pipeline_module/layers{inner}", index
 
 
 def _layer(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:

@@ -6,11 +6,11 @@ from jax.sharding import Mesh
 
 from linen_compat.checkpoints._named_config import stored_config
 from linen_compat.formats._arguments import check_to_load
-from linen_compat.formats._comparison import compare_to_load, model_arrays
-from linen_compat.formats._load_shards import load_from
+from linen_compat.formats._comparison import compare_to_load
+from linen_compat.formats._in_memory import load_from, model_arrays
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._orbax.inspect import Inspection, find_items, inspect
 from linen_compat.formats._orbax.stream import OrbaxSource
-from linen_compat.formats._unchanged import Unchanged
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.formats.huggingface._stream import HuggingFaceSource, config_for, is_huggingface
 from nnx_pipeline import Config, InputError, Mixtral
@@ -21,32 +21,29 @@ def load(
 ) -> Mixtral:
     """The model of a config with the parameters of a checkpoint, placed on a mesh.
 
-    - `checkpoint`: a checkpoint of MaxText, in any layout, or of this project: a run (its latest
-      step is loaded), a step, or the folder of its arrays. The state of any optimizer beside the
-      parameters (below `opt_state` or `optimizer`) is left out. Or a Hugging Face folder. The
-      stages and repeats of the checkpoint need not be those of the mesh and the config.
+    - `checkpoint`: of MaxText, in any layout, or of this project: a run (its latest step is
+      loaded), a step, or the folder of its arrays. The state of any optimizer (below `opt_state` or
+      `optimizer`) is left out. Or a Hugging Face folder. Stages and repeats of the checkpoint need
+      not be those of the mesh and the config.
     - `config`: the config of the model. None takes the checkpoint's own: the `config.json` of a
-      Hugging Face folder, or the `config.yml` of a run of `nnx-pipeline train`. A Hugging Face
-      folder may be given another config. Query kernels are then scaled where `attention_scale` is
+      Hugging Face folder, or the `config.yml` of a run of `nnx-pipeline train`. With another config
+      than its own, the query kernels of a Hugging Face folder are scaled where `attention_scale` is
       not head_dim^-0.5, and query and key are reordered for `rope_interleaved`. With latent
       attention the config must agree with `config.json` in both.
     - `mesh`: None for the mesh of `jax.set_mesh`, and without one the first device
-      (`jax.devices()[0]`). It must be able to hold the weights. Whether a batch splits over the
-      mesh is checked when the model is called. If the layers of a stage do not split into the
-      config's number of repeats, the largest smaller number that fits is used. `model.config` is
-      the config with that number.
+      (`jax.devices()[0]`). It must be able to hold the weights. Whether a batch splits over it is
+      checked when the model is called. `model.config` has the largest number of repeats up to the
+      config's into which the layers of a stage split.
 
     Arrays are read one at a time, and of each array only the shards of devices of this process.
-    Values are as stored, cast to `config.model.param_dtype`. No parameter is ever left at an
-    initial value.
+    Values are as stored, cast to `config.model.param_dtype`. No parameter keeps its initial value.
 
     Warns (`nnx_pipeline.lab.errors.Note`) of parameters that are NaN or infinite, of keys of a
     `config.json` that are unknown and switch nothing on, and of an adapter beside the model.
 
     Raises InputError for an argument of another type, when the checkpoint cannot be read or changes
-    meanwhile, when a leaf is missing, unknown or of another shape (`streams.Mismatch`, which names
-    it), or when the `config.json` of a Hugging Face folder is of a model that computes something
-    else.
+    meanwhile, when a leaf (which the message names) is missing, unknown or of another shape, or
+    when the `config.json` of a Hugging Face folder is of a model that computes something else.
     """
     check_to_load(checkpoint, config, mesh)
     if is_huggingface(checkpoint):
@@ -64,13 +61,6 @@ def load(
 
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:
-    """A checkpoint as a source of parameters, once every leaf is accounted for.
-
-    - `found`: an Orbax checkpoint that has been inspected.
-    - `config`: of the model that is to take the parameters.
-
-    Raises Mismatch when a leaf is missing, unknown or of another shape, or when the query kernels
-    are for another `attention_scale`.
-    """
+    """A checkpoint as a source of the parameters, once every leaf is accounted for."""
     compare_to_load(found, config.model).require(found.items)
     return OrbaxSource(found, model_arrays(config.model))

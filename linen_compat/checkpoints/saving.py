@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from linen_compat.formats._arguments import check_folder, check_savable_model
-from linen_compat.formats._model_source import ModelSource
+from linen_compat.formats._in_memory import ModelSource
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination
-from linen_compat.formats._scalars import LARGEST, check_scalars, is_count
+from linen_compat.formats._plausible import LARGEST_STEP, check_scalars, is_count
 from linen_compat.formats._streams import PARAMETERS, LayerSource, copy, nbytes_of
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.maxtext._families import check_maxtext
@@ -38,17 +38,16 @@ def save(
     - `step`: the step to store; None stores none, and a Hugging Face folder has no place for one.
 
     Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
-    change: they are multiplied by the model's `attention_scale` divided by the format's. The scale
-    of MaxText's formats is 1, or head_dim^-0.5 with `qk_norm`; Hugging Face's is head_dim^-0.5;
-    `nnx` stores the model's own. With `rope_interleaved` query and key are in another order in a
-    Hugging Face folder. With latent attention nothing changes in any format, because the config
-    says the factor on scores.
+    change: they are multiplied by the model's `attention_scale` divided by the format's. That is 1
+    for MaxText, or head_dim^-0.5 with `qk_norm`; head_dim^-0.5 for Hugging Face; the model's own
+    for `nnx`. With `rope_interleaved` query and key are in another order in a Hugging Face folder.
+    With latent attention nothing changes, because the config says the factor on scores.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
     processes, when MaxText or transformers has no such model, or when a Hugging Face folder takes
-    more bytes than are free there; and OSError, naming `checkpoint`, when the disk is full. Nothing
-    is left behind when it fails. Warns (`nnx_pipeline.lab.errors.Note`) where a checkpoint of
-    another format, which is compressed, may take more bytes than are free.
+    more bytes than are free; and OSError, naming `checkpoint`, when the disk is full. Nothing is
+    left behind then. Warns (`nnx_pipeline.lab.errors.Note`) where another format, which is
+    compressed, may take more bytes than are free.
     """
     check_savable_model(model)
     check_folder("checkpoint", checkpoint)
@@ -63,22 +62,14 @@ def save(
         huggingface.write_huggingface(source, checkpoint, model.config)
         return
     if step is not None and not is_count(step):
-        raise InputError(f"step={step!r} is not a whole number from 0 to {LARGEST}")
+        raise InputError(f"step={step!r} is not a whole number from 0 to {LARGEST_STEP}")
     scalars = {} if step is None else {"step": np.asarray(step, np.int32)}
     source = ModelSource(model, {PARAMETERS: model}, scalars)
     write_orbax(source, checkpoint, layout_for(model, format, stages, repeats))
 
 
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> TreeLayout:
-    """The layout of a model's layers in an Orbax format.
-
-    - `model`: gives the number of layers, and the stages and repeats of its own pipeline.
-    - `format`: one of the formats of `save` except `huggingface`.
-    - `stages`, `repeats`: None for the model's own in `maxtext:pipelined` and `nnx`, and for 1 in
-      the other formats.
-
-    Raises InputError where MaxText has no such model, for its formats.
-    """
+    """The layout of a model's layers in an Orbax format, by default stacked as in the model."""
     if format != NNX:
         check_maxtext(model.config.model)
     layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
@@ -93,15 +84,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 
 def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
-    """Copies a source to a new Orbax checkpoint, without changing its values.
-
-    - `source`: what to copy, with its optimizer state and its step where it has them.
-    - `checkpoint`: the folder to make; it must not exist yet, or be empty.
-    - `layout`: how the new checkpoint stacks its layers.
-
-    Raises InputError when the folder is not empty, and Mismatch when the step or a count is not one
-    that a checkpoint can hold. Nothing is left behind when it fails.
-    """
+    """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
     check_scalars(source.scalars)  # so that the checkpoint can be read again
     with new_folder(checkpoint, Room(nbytes_of(source), compressed=True)) as folder:
-        copy(source, OrbaxDestination.like(source, folder, layout), allow_nan=True)
+        copy(source, OrbaxDestination(source, folder, layout), allow_nan=True)

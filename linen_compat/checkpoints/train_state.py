@@ -10,19 +10,13 @@ from jaxtyping import PyTree
 
 from linen_compat.checkpoints.loading import open_source
 from linen_compat.checkpoints.saving import layout_for, write_orbax
-from linen_compat.formats._arguments import (
-    check_config,
-    check_folder,
-    check_savable_state,
-    check_to_load,
-)
-from linen_compat.formats._load_shards import fill, for_mesh, mesh_in_use
-from linen_compat.formats._model_source import ModelSource
+from linen_compat.formats import _arguments as arguments
+from linen_compat.formats._in_memory import ModelSource, fill, for_mesh, mesh_in_use
+from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE
-from linen_compat.formats._scalars import check_scalars
+from linen_compat.formats._plausible import check_scalars
 from linen_compat.formats._streams import MOMENTS, PARAMETERS, Mismatch
-from linen_compat.formats._unchanged import Unchanged
 from nnx_pipeline import Config, InputError, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state
 
@@ -32,9 +26,9 @@ def load_train_state(
 ) -> TrainState:
     """The training state of a checkpoint, placed on a mesh, from which training continues.
 
-    - `checkpoint`: an Orbax checkpoint as for `load`, with a full training state: the step, and
-      AdamW's state as `optax.adamw` makes it and as MaxText and this project save it
-      (`opt_state/0/mu`, `nu` and `count`, or for `nnx` `optimizer/mu`, `nu` and `count`).
+    - `checkpoint`: an Orbax checkpoint as for `load`, with the step and AdamW's state as
+      `optax.adamw` makes it and as MaxText and this project save it (`opt_state/0/mu`, `nu` and
+      `count`, or for `nnx` `optimizer/mu`, `nu` and `count`).
     - `config`: the config of the model, the pipeline and the training.
     - `mesh`: None for the mesh of `jax.set_mesh`, and without one a mesh of one device. The result
       is on `state.step.sharding.mesh`.
@@ -42,17 +36,17 @@ def load_train_state(
     Moments get the dtype of the parameters, as the optimizer makes them. MaxText counts the steps
     of training, of Adam and of its learning rate; here all three are one number.
 
-    Raises the errors of `load`, and refuses a checkpoint with the state of another optimizer, one
-    in which these counts differ, in which a leaf of the state is missing, unknown or of another
-    shape, in which a second moment is below 0, or in which a moment is NaN or infinite.
+    Raises the errors of `load`, also for leaves of the state, and refuses the state of another
+    optimizer, counts that differ, a second moment below 0, and a moment that is NaN or infinite.
     """
-    check_to_load(checkpoint, config, mesh)
-    check_config("config", config, Config)  # a training state needs one
+    arguments.check_to_load(checkpoint, config, mesh)
+    arguments.check_config("config", config, Config)  # a training state needs one
     found = inspect(checkpoint)
     _check_state(found)
     source = open_source(found, config)
     check_scalars(source.scalars)
-    mesh = mesh or mesh_in_use() or _one_device(config)
+    sharding = config.pipeline.sharding
+    mesh = mesh or mesh_in_use() or make_mesh(MeshConfig(), jax.devices()[:1], sharding=sharding)
     config = for_mesh(config, mesh)
     with Unchanged(found.items), jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
@@ -86,8 +80,8 @@ def save_train_state(
 
     Raises InputError for `huggingface`, which has no optimizer's state, and what `save` raises.
     """
-    check_savable_state(state)
-    check_folder("checkpoint", checkpoint)
+    arguments.check_savable_state(state)
+    arguments.check_folder("checkpoint", checkpoint)
     if format == HUGGINGFACE:
         raise InputError(
             f"format={format!r} has no place for the optimizer's state and the step; save the "
@@ -118,11 +112,7 @@ def _check_state(found: Inspection) -> None:
 
 
 def moment_of(optimizer: optax.OptState, name: str) -> PyTree:
-    """One field of Adam's state.
-
-    - `optimizer`: a state that holds exactly one Adam.
-    - `name`: `mu`, `nu` or `count`; the moments have the structure of the model.
-    """
+    """One field of Adam's state: `count`, or `mu` or `nu` in the structure of the model."""
     return optax.tree.get(optimizer, name)
 
 
@@ -137,7 +127,3 @@ def _places(tree: PyTree) -> PyTree:
 def _placed(value: np.ndarray, like: jax.Array) -> jax.Array:
     placed: jax.Array = jax.device_put(value.astype(like.dtype), like.sharding)
     return placed
-
-
-def _one_device(config: Config) -> Mesh:
-    return make_mesh(MeshConfig(), jax.devices()[:1], sharding=config.pipeline.sharding)

@@ -20,7 +20,7 @@ _CONFIGS: dict[type, str] = {
 
 
 def check_to_load(checkpoint: object, config: object, mesh: object) -> None:
-    """Raises InputError unless these can be a folder, a config (or None) and a mesh (or None)."""
+    """Raises InputError unless these can be a folder, a config or None, and a mesh or None."""
     check_folder("checkpoint", checkpoint)
     if isinstance(config, str | Path):
         raise InputError(
@@ -36,17 +36,12 @@ def check_to_load(checkpoint: object, config: object, mesh: object) -> None:
 
 
 def check_folder(name: str, folder: object) -> None:
-    """Raises InputError unless the name of a folder was given.
-
-    - `name`: of the argument.
-    """
     if not isinstance(folder, str | os.PathLike):
         kind = type(folder).__name__
         raise InputError(f"{name} is of type {kind}; give the name of a folder")
 
 
 def check_savable_model(model: object) -> None:
-    """Raises InputError unless this is a model, as `save` needs one."""
     if isinstance(model, TrainState):
         raise InputError(
             "model is of type TrainState; give its model, state.model, or save all of it with "
@@ -56,7 +51,6 @@ def check_savable_model(model: object) -> None:
 
 
 def check_savable_state(state: object) -> None:
-    """Raises InputError unless this is a training state, as `save_train_state` needs one."""
     if isinstance(state, Mixtral):
         raise InputError(
             "state is of type Mixtral, without the state of an optimizer; save it with "
@@ -66,11 +60,7 @@ def check_savable_state(state: object) -> None:
 
 
 def check_config(name: str, value: object, kind: object) -> None:
-    """Raises InputError unless a value is a config of one kind.
-
-    - `name`: what to call the value in the error message.
-    - `kind`: `Config`, `ModelConfig` or `PipelineConfig`; for anything else nothing is checked.
-    """
+    """Raises InputError unless a value is a config of one kind; other kinds are not checked."""
     if isinstance(kind, type) and kind in _CONFIGS and not isinstance(value, kind):
         got = type(value).__name__
         raise InputError(f"{name} is of type {got} and not {kind.__name__}; give {_CONFIGS[kind]}")
@@ -83,12 +73,7 @@ def check_configs(
     *,
     of: str,
 ) -> None:
-    """Raises InputError where a config is given to a function that takes one of another kind.
-
-    - `function`: says by its annotations what it takes; it gets None in place of its module.
-    - `args`, `options`: arguments that it can be called with.
-    - `of`: what is called, for the message.
-    """
+    """Raises InputError where a function, named `of`, is given a config of another kind."""
     signature = inspect.signature(function)
     for name, value in signature.bind(None, *args, **options).arguments.items():
         if type(value) in _CONFIGS:

@@ -1,46 +1,25 @@
 """A checkpoint's leaves compared with those that a model needs: names, shapes and dtypes only."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from linen_compat.formats._names import (
-    EARLY,
-    EXPERTS,
-    EXPERTS_OF_QWEN3,
-    OF_DEEPSEEK,
-    OUTSIDE,
-    QK_NORMS,
-    Names,
-    check_names,
-    of_deepseek,
-    of_layer,
-)
-from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection, Leaves
-from linen_compat.formats._orbax.layouts import (
-    NNX,
-    PIPELINED,
-    SCANNED,
-    UNSCANNED,
-    TreeLayout,
-    slashed,
-)
-from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch
+from linen_compat.formats import _names as naming
+from linen_compat.formats._in_memory import model_arrays
+from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names
+from linen_compat.formats._orbax import layouts
+from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
+from linen_compat.formats._orbax.layouts import NNX, PIPELINED, slashed
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, Mismatch
 from linen_compat.maxtext._families import check_maxtext
-from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline import InputError
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.lab.errors import counted, nearest
 
-LAYERS = "pipeline.layers."
 _SHOWN = 3
 _TIED = "a model with tied embeddings has no head: give its config, which says so"
 # In NNX the experts have the names of an MLP; a router and one more axis tell them apart.
@@ -49,11 +28,7 @@ _NNX_ROUTER, _NNX_GATE = "pipeline/layers/feed_forward/router", "pipeline/layers
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that is not as the model needs it.
-
-    - `leaf`: the path of the leaf in the checkpoint.
-    - `found`, `expected`: two shapes or two dtypes, as text.
-    """
+    """A leaf of the checkpoint that has another shape or dtype than the model, as text."""
 
     leaf: str
     found: str
@@ -64,13 +39,8 @@ class Difference:
 class Comparison:
     """Which leaves of a checkpoint a model can take, and which would stay randomly initialised.
 
-    - `matched`: leaves of the right shape.
-    - `missing`: leaves that the model needs and the checkpoint lacks.
-    - `extra`: leaves that have no place in the model.
-    - `reshaped`: leaves of another shape than the model needs.
-    - `recast`: matched leaves that are to be cast to `model.param_dtype`.
-    - `ignored`: leaves that are known to be of no use here.
-    - `notes`: all other problems, a line for each, such as another number of layers.
+    `recast` leaves match and are to be cast to `model.param_dtype`; `ignored` ones are known to be
+    of no use; `notes` has a line for each other problem, such as another number of layers.
     """
 
     matched: list[str] = field(default_factory=list)
@@ -101,91 +71,38 @@ class Comparison:
         ]
 
     def add(
-        self, name: str, found: ArraySpec, shape: tuple[int, ...], dtype: np.dtype | None
+        self, name: str, found: ArraySpec | None, shape: tuple[int, ...], dtype: np.dtype | None
     ) -> None:
-        """Adds a leaf that the model needs and the checkpoint has.
-
-        - `name`: of the leaf in the checkpoint.
-        - `found`: its shape and dtype.
-        - `shape`, `dtype`: those that the model gives it; any dtype fits where it is None.
-        """
-        if found.shape != shape:
+        """Adds a leaf that the model needs; any dtype fits where `dtype` is None."""
+        if found is None:
+            self.missing.append(name)
+        elif found.shape != shape:
             self.reshaped.append(Difference(name, str([*found.shape]), str([*shape])))
-            return
-        self.matched.append(name)
-        if dtype is not None and found.dtype != dtype:
-            self.recast.append(Difference(name, found.dtype.name, dtype.name))
+        else:
+            self.matched.append(name)
+            if dtype is not None and found.dtype != dtype:
+                self.recast.append(Difference(name, found.dtype.name, dtype.name))
 
     def require(self, where: object) -> None:
-        """Raises Mismatch, naming leaves, unless every leaf is accounted for.
-
-        - `where`: what the message says does not fit, such as the folder of the checkpoint.
-        """
-        problems = self.problems
-        if problems:
-            rest = len(problems) - _SHOWN
-            more = f"; and {rest} more (linen-compat check lists them)" if rest > 0 else ""
-            raise Mismatch(f"{where} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
+        """Raises Mismatch, naming leaves of `where`, unless every leaf is accounted for."""
+        if problems := self.problems:
+            lists = " (linen-compat check lists them)" if len(problems) > _SHOWN else ""
+            raise Mismatch(f"{where} does not fit: {first_of(problems)}{lists}")
 
 
-@functools.lru_cache(maxsize=16)
-def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
-    """Shape and dtype of each parameter by NNX path; parameters of the layers as in one layer.
-
-    The model itself is traced, without a mesh and without making an array. The result is cached:
-    for a small checkpoint, tracing takes longer than all the rest of a comparison.
-    """
-    check_names(config)
-    plain = Config(model=config, pipeline=PipelineConfig())
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
-    arrays = {}
-    for path, leaf in parameter_paths(model).items():
-        shape = leaf.shape[stack_axes(path) :]
-        arrays[path.removeprefix(LAYERS)] = ArraySpec(shape, np.dtype(leaf.dtype))
-    return MappingProxyType(arrays)
-
-
-def stack_axes(path: str) -> int:
-    """How many axes a parameter of a model has before those that it has in one layer.
-
-    They are those of repeats, stages and layers per stage, or of the layers before the pipeline.
-
-    - `path`: of the parameter in the model, as from `parameter_paths`.
-    """
-    return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
-
-
-def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
-    """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return {dotted_path(path): leaf for path, leaf in leaves}
-
-
-def dotted_path(path: tuple[object, ...]) -> str:
-    """A key path of JAX as dotted attributes of the model, without a variable's own `value`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+def first_of(problems: list[str]) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with what a model needs, by names, shapes and dtypes alone.
-
-    - `found`: the checkpoint; no array of it is read.
-    - `config`: of the model. Its `attention_scale` may differ from that of the checkpoint.
-
-    The result lists what fits and what does not; its `require` raises Mismatch for the latter.
-    """
+    """Compares a checkpoint with a model; the attention scales may differ."""
     return _compare(found, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
 
 def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with a model that loads its arrays as they are.
-
-    - `found`, `config`: as for `compare_leaves`.
-
-    It also reports a differing attention scale, as loading an Orbax checkpoint scales no query
-    kernels.
-    """
+    """Compares a checkpoint with a model that loads its arrays as they are."""
     result = compare_leaves(found, config)
     if found.layout.format != NNX:
         try:
@@ -196,7 +113,7 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     norms = tuple(slashed(names.nnx).removeprefix("attention/") for names in QK_NORMS)
     other = any(name.endswith(norms) for name in (*result.missing, *result.extra))
     if found.attention_scale not in (None, config.attention_scale) and not other:
-        result.notes.append(
+        result.notes.append(  # as loading an Orbax checkpoint scales no kernels
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
             f"{found.items}, which are for {found.attention_scale}; "
             f"set it to {found.attention_scale}"
@@ -205,48 +122,41 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
 
 
 def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
-    """Compares every layer with the first one, where there is no config to say what is right.
+    """Compares every layer with the first one, where no config says what is right.
 
-    Without a config, a lost head cannot be told from tied embeddings. So a checkpoint without a
-    head does not fit.
-
-    Returns the comparison, and the shape and dtype of each parameter as `model_arrays` gives them.
+    Also returns the parameters as `model_arrays` does.
     """
-    arrays: dict[str, ArraySpec] = {}
-    kinds = layer_names(found)
-    for names in (*OUTSIDE, *kinds):
-        inside = names in kinds
-        leaf = found.parameters.get(found.layout.slot(names, 0 if inside else None).leaf)
-        if leaf is not None:
-            shape = found.layout.unstacked(names, leaf.shape) if inside else leaf.shape
-            arrays[names.nnx] = ArraySpec(shape, leaf.spec.dtype)
-    absent = [names for names in (*OUTSIDE, *kinds) if names.nnx not in arrays]
+    layout, kinds = found.layout, layer_names(found)
+    paths = {names: layout.slot(names, None).leaf for names in OUTSIDE}
+    paths |= {names: layout.slot(names, 0).leaf for names in kinds}
+    absent = [names for names, path in paths.items() if path not in found.parameters]
     if absent:
-        slots = [found.layout.slot(names, 0 if names in kinds else None) for names in absent]
+        # Without a config, a lost head cannot be told from tied embeddings.
         notes = [_TIED] if absent == [OUTSIDE[-1]] else []
-        return Comparison(missing=[slot.leaf for slot in slots], notes=notes), arrays
-    layers = (found.layout.num_layers, found.layout.num_dense_layers)
-    return _compare(found, arrays, layers), arrays
+        return Comparison(missing=[paths[names] for names in absent], notes=notes), {}
+    arrays: dict[str, ArraySpec] = {}
+    for names, path in paths.items():
+        spec = found.parameters[path].spec
+        shape = layout.unstacked(names, spec.shape) if names in kinds else spec.shape
+        arrays[names.nnx] = ArraySpec(shape, spec.dtype)
+    return _compare(found, arrays, (layout.num_layers, layout.num_dense_layers)), arrays
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's.
-
-    Any parameter of the experts makes it routed, so a lost router is reported as missing; and any
-    scale of a QK norm, or the name of Qwen3's experts, makes it Qwen3's.
-    """
+    """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's."""
     if found.is_latent:
-        return of_deepseek(_latent_paths(found))
+        return naming.of_deepseek(_latent_paths(found))
 
     def has(*ends: str) -> bool:
         return any(name.endswith(ends) for name in found.parameters)
 
     gate = found.parameters.get(_NNX_GATE)
-    stacked = gate is not None and len(found.layout.unstacked(EXPERTS[1], gate.shape)) == 3
-    of_qwen3 = tuple(names.linen for names in EXPERTS_OF_QWEN3)
-    routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in EXPERTS))
+    stacked = gate is not None and len(found.layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3
+    # Any parameter of the experts makes it routed, so that a lost router is reported as missing.
+    of_qwen3 = tuple(names.linen for names in naming.EXPERTS_OF_QWEN3)
+    routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in naming.EXPERTS))
     scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
-    return of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
+    return naming.of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
 
 
 def _latent_paths(found: Inspection) -> set[str]:
@@ -255,31 +165,30 @@ def _latent_paths(found: Inspection) -> set[str]:
     def places(names: Names) -> set[str]:
         return {found.layout.slot(names, at).leaf for at in range(found.layout.count(names))}
 
-    return {names.nnx for names in OF_DEEPSEEK if places(names) & found.parameters.keys()}
+    return {names.nnx for names in naming.OF_DEEPSEEK if places(names) & found.parameters.keys()}
 
 
 def _compare(
     found: Inspection, arrays: Mapping[str, ArraySpec], layers: tuple[int, int]
 ) -> Comparison:
-    """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout.
-
-    - `layers`: how many layers the model has, and how many of them are before the pipeline.
-    """
+    """`layers` has the number of layers of the model, and of those before the pipeline."""
     result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
     for leaf in found.scalars.values():
         result.add(leaf.stored, leaf.spec, (), None)
-    layout = _expected_layout(found.layout, *layers)
-    if layout is None:  # say so once, then compare the leaves as they are stacked
-        has, what = found.layout, counted(found.layout.num_layers, "layer")
-        dense = f", {has.num_dense_layers} of them dense" if has.num_dense_layers else ""
-        wanted = f"{layers[0]}{f', {layers[1]} of them dense' if layers[1] else ''}"
+    layout, (num_layers, dense) = found.layout, layers
+    if layout.format in (layouts.UNSCANNED, layouts.SCANNED):
+        layout = dataclasses.replace(layout, num_layers=num_layers, num_dense_layers=dense)
+    elif (layout.num_layers, layout.num_dense_layers) != layers:
+        # Stages and repeats are fixed: say so once, then compare the leaves as they are stacked.
+        prefix = "decoder/pipeline_module" if layout.format == PIPELINED else "pipeline/layers"
+        leaves = (leaf for name, leaf in found.parameters.items() if name.startswith(prefix))
         result.notes.append(
-            f"{_first_layer_leaf(found)}: the checkpoint holds {what}{dense} "
-            f"({counted(has.repeats, 'repeat')} × {counted(has.stages, 'stage')} × "
-            f"{has.layers_per_stage}), the model has {wanted}"
+            f"{next(leaves).stored}: the checkpoint holds {counted(layout.num_layers, 'layer')}"
+            f"{_some_dense(layout.num_dense_layers)} ({counted(layout.repeats, 'repeat')} × "
+            f"{counted(layout.stages, 'stage')} × {layout.layers_per_stage}), "
+            f"the model has {num_layers}{_some_dense(dense)}"
         )
-        layout = found.layout
     expected = layout.leaves(arrays)
     for part in found.parts:
         _compare_part(result, found, part, expected)
@@ -288,57 +197,36 @@ def _compare(
     return result
 
 
-def _expected_layout(found: TreeLayout, num_layers: int, dense: int) -> TreeLayout | None:
-    """The layout of this kind for that many layers, of which some are dense ones at first.
-
-    None for a pipelined one that holds another number, as its stages and repeats are fixed.
-    """
-    if (found.num_layers, found.num_dense_layers) == (num_layers, dense):
-        return found
-    if found.format in (UNSCANNED, SCANNED):
-        return dataclasses.replace(found, num_layers=num_layers, num_dense_layers=dense)
-    return None
-
-
-def _first_layer_leaf(found: Inspection) -> str:
-    prefix = "decoder/pipeline_module" if found.layout.format == PIPELINED else "pipeline/layers"
-    return next(leaf.stored for name, leaf in found.parameters.items() if name.startswith(prefix))
+def _some_dense(count: int) -> str:
+    return f", {count} of them dense" if count else ""
 
 
 def _compare_part(
     result: Comparison, found: Inspection, part: str, expected: Mapping[str, ArraySpec]
 ) -> None:
-    """Adds to the result how the leaves of one part differ from the expected ones."""
-    leaves = found.part(part)
-    prefix = _prefix(leaves)
+    leaves, prefix = found.parts[part], ""
+    if leaves:  # all their stored paths begin as the first one
+        name = next(iter(leaves))
+        prefix = re.split(re.escape(name) + r"(?:/value)?$", leaves[name].stored)[0]
     for name, spec in expected.items():
-        leaf = leaves.get(name)
-        if leaf is not None and not jnp.issubdtype(leaf.spec.dtype, jnp.floating):
+        if (leaf := leaves.get(name)) is None:
+            result.missing.append(prefix + name)
+            continue
+        if not jnp.issubdtype(leaf.spec.dtype, jnp.floating):
             result.notes.append(
                 f"{leaf.stored} is {leaf.dtype}, but weights must be floating-point"
             )
-        if leaf is None:
-            result.missing.append(prefix + name)
-        else:
-            dtype = spec.dtype if part == PARAMETERS else None  # casts of moments are not listed
-            result.add(leaf.stored, leaf.spec, spec.shape, dtype)
+        dtype = spec.dtype if part == PARAMETERS else None  # casts of moments are not listed
+        result.add(leaf.stored, leaf.spec, spec.shape, dtype)
     result.extra.extend(leaf.stored for name, leaf in leaves.items() if name not in expected)
 
 
 def _compare_optimizer(result: Comparison, found: Inspection) -> None:
     """Adds what is missing of an optimizer: both moments, their count and the step."""
-    family = "nnx" if found.layout.format == NNX else "maxtext"
-    for moment in {"mu", "nu"} - set(found.moments):
-        result.missing.append(f"{'optimizer' if family == 'nnx' else 'opt_state/0'}/{moment}")
-    result.missing.extend(
-        path
-        for name, path in SCALAR_PATHS[family].items()
-        if name in ("step", "count") and name not in found.scalars
+    family, place = (
+        ("nnx", "optimizer") if found.layout.format == NNX else ("maxtext", "opt_state/0")
     )
-
-
-def _prefix(leaves: Leaves) -> str:
-    """The beginning that the stored paths of these leaves share."""
-    for name, leaf in leaves.items():
-        return re.split(re.escape(name) + r"(?:/value)?$", leaf.stored)[0]
-    return ""
+    absent = [moment for moment in MOMENTS if moment not in found.moments]
+    result.missing.extend(f"{place}/{moment}" for moment in absent)
+    absent = [name for name in ("step", "count") if name not in found.scalars]
+    result.missing.extend(SCALAR_PATHS[family][name] for name in absent)

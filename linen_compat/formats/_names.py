@@ -1,10 +1,7 @@
-"""The name of each parameter in this project, in MaxText's Linen tree and in Hugging Face's files.
+"""The name of each parameter here, in MaxText's Linen tree and in Hugging Face's files.
 
-There is one table, read in both directions. The path of a parameter of a layer starts below the
-layer; `orbax.layouts` knows where each layout puts its layers.
-
-A model may have layers of two kinds, dense ones before those of the pipeline (DeepSeek). Each kind
-has names of its own, and layers are numbered from 0 within their kind.
+A model may have layers of two kinds, dense ones before those of the pipeline (DeepSeek). Each
+kind has names of its own, and layers are numbered from 0 within their kind.
 """
 
 import dataclasses
@@ -16,14 +13,10 @@ from nnx_pipeline import InputError, ModelConfig
 
 @dataclass(frozen=True)
 class Names:
-    """The three names of one parameter.
+    """The three names of one parameter; those of a layer's start below the layer.
 
-    - `nnx`: the path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`. That of a layer before
-      the pipeline begins with `EARLY`.
-    - `linen`: the path below `params/params`, or below a layer.
-    - `huggingface`: the name of the tensor, or what follows `model.layers.<number>`. A name with
-      `<expert>` stands for one tensor for each expert.
-    - `group`: what MaxText calls the layers of this kind, where they are not in a pipeline.
+    In Hugging Face's, `<expert>` stands for one tensor for each expert. `group` is what MaxText
+    calls the layers of this kind, where they are not in a pipeline.
     """
 
     nnx: str
@@ -38,8 +31,6 @@ class Names:
 
 
 EARLY = "dense_layers."  # the beginning of the NNX paths of layers before the pipeline
-
-
 _ROUTED, _SHARED = "DeepSeekMoeBlock_0/MoeBlock_0", "DeepSeekMoeBlock_0/shared_experts"
 _HF_SHARED = "mlp.shared_experts"
 _HF_QUERY_NORM, _HF_KV_NORM = "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"
@@ -48,6 +39,7 @@ OUTSIDE = (
     Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
     Names("head", "decoder/logits_dense/kernel", "lm_head.weight"),
 )
+PATHS_OUTSIDE = frozenset(names.nnx for names in OUTSIDE)
 TOKENS = (OUTSIDE[0], OUTSIDE[2])  # those with a vocabulary axis
 ATTENTION = (
     Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),
@@ -86,8 +78,6 @@ MLP = (
     Names("feed_forward.up", "mlp/wi_1/kernel", "mlp.up_proj.weight"),
     Names("feed_forward.down", "mlp/wo/kernel", "mlp.down_proj.weight"),
 )
-
-
 LATENT_ATTENTION = (
     Names("attention.query_down", "self_attention/wq_a/kernel", "self_attn.q_a_proj.weight"),
     Names("attention.query_norm.scale", "self_attention/q_norm/scale", _HF_QUERY_NORM),
@@ -120,10 +110,6 @@ KV_DOWN = LATENT_ATTENTION[3]
 
 
 def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names, ...]:
-    """The same names for the layers of a kind that MaxText calls `group`.
-
-    - `start`: the beginning of their NNX paths.
-    """
     return tuple(dataclasses.replace(one, nnx=start + one.nnx, group=group) for one in names)
 
 
@@ -148,11 +134,8 @@ def check_names(model: ModelConfig) -> None:
                 "num_experts to 2 or more"
             )
         return
-    for name, none in {
-        "router_bias": False,
-        "num_shared_experts": 0,
-        "num_dense_layers": 0,
-    }.items():
+    plain = {"router_bias": False, "num_shared_experts": 0, "num_dense_layers": 0}
+    for name, none in plain.items():
         if getattr(model, name) != none:
             raise InputError(
                 f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "
@@ -162,23 +145,14 @@ def check_names(model: ModelConfig) -> None:
 
 
 def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
-    """The parameters of one layer without latent attention.
-
-    - `num_experts`: with two or more the layer is routed.
-    - `qk_norm`: whether queries and keys are normalised. Routed layers have Qwen3's names with it,
-      and Mixtral's without.
-    """
+    """The parameters of a layer without latent attention: of Qwen3 with QK norm, or Mixtral."""
     experts = EXPERTS_OF_QWEN3 if qk_norm else EXPERTS
     attention = (*ATTENTION, *QK_NORMS) if qk_norm else ATTENTION
     return (*NORMS, *attention, *(experts if num_experts > 1 else MLP))
 
 
 def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
-    """The parameters of the layers with latent attention: of those with experts, then dense ones.
-
-    - `paths`: the NNX paths of the model's parameters, which say what these layers have: a latent
-      vector of queries, a bias of the router, shared experts, dense layers before them.
-    """
+    """The parameters of layers with latent attention: of those with experts, then dense ones."""
     attention = LATENT_ATTENTION if LATENT_ATTENTION[0].nnx in paths else PLAIN_QUERY
     named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
     routed = _grouped((*NORMS, *attention, *named), "moe_layers")
@@ -187,13 +161,8 @@ def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
 
 
 def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
-    """The parameters outside the layers, and those of a layer of each kind, of a model.
-
-    - `paths`: the NNX paths of the model's parameters.
-
-    A model without a head has tied embeddings.
-    """
-    outside = tuple(names for names in OUTSIDE if names.nnx in paths)
+    """The parameters outside the layers, and in a layer of each kind, by all NNX paths."""
+    outside = tuple(names for names in OUTSIDE if names.nnx in paths)  # no head: it is tied
     if KV_DOWN.nnx in paths:
         return outside, of_deepseek(paths)
     experts = 2 if EXPERTS[0].nnx in paths else 1
@@ -205,7 +174,4 @@ OF_DEEPSEEK = (
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *EXPERTS_OF_DEEPSEEK), "moe_layers"),
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *MLP), "dense_layers", EARLY),
 )
-ALL_OF_LAYERS = (
-    *(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP),
-    *OF_DEEPSEEK,
-)
+ALL_OF_LAYERS = (*(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP), *OF_DEEPSEEK)

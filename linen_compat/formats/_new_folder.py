@@ -24,11 +24,7 @@ INCOMPLETE = ".incomplete"
 
 @dataclass(frozen=True)
 class Room:
-    """What a new folder needs on its disk.
-
-    - `nbytes`: bytes of the arrays that go into it.
-    - `compressed`: whether it takes fewer than these, by an unknown number.
-    """
+    """Bytes of the arrays of a new folder, and whether it takes fewer, by an unknown number."""
 
     nbytes: int
     compressed: bool
@@ -38,17 +34,13 @@ class Room:
 def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Path]:
     """A folder to fill, which takes the name `destination` if the context ends without an error.
 
-    - `destination`: a new name, or that of an empty folder; parents that are absent are made.
-    - `room`: compared with what is free before anything is written; None where it is not known.
-
     Until then the folder stands beside the destination under another name. It contains a mark, a
     file that this process keeps locked. On an error the folder is deleted. A folder that a killed
     process left behind has a mark that nobody locks: the next attempt at the same destination
     deletes it.
 
-    Raises InputError unless the destination is free and has the room. Raises FileExistsError when
-    another writer took the name in the meantime; that writer's folder stays. An OSError of a full
-    disk names the destination. Where compressed arrays may fit, there is a note alone.
+    Raises InputError unless the destination is free and has the room, FileExistsError when another
+    writer took the name in the meantime, and an OSError that names it when the disk is full.
     """
     check_free(destination)
     final = _place(destination)
@@ -78,7 +70,6 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
 
 
 def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
-    """Compares the free bytes of a disk with what is needed; raises InputError or gives a note."""
     found = os.statvfs(parent)
     # Blocks that are reserved are for the superuser; a file system that counts none cannot say.
     blocks = found.f_bavail if os.geteuid() else found.f_bfree
@@ -93,16 +84,13 @@ def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
 
 
 def _full(error: BaseException) -> str | None:
-    """The system's words for a disk that takes no more, if that is what an error is about.
-
-    TensorStore has them in its text alone.
-    """
+    """The system's words for a disk that takes no more, if that is what an error is about."""
     words = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
     if not isinstance(error, OSError):
         return None
     if error.errno in words:
         return words[error.errno]
-    return next((said for said in words.values() if said in str(error)), None)
+    return next((said for said in words.values() if said in str(error)), None)  # by TensorStore
 
 
 def _remove(folder: Path, parents: list[Path]) -> None:
@@ -118,10 +106,7 @@ def _remove(folder: Path, parents: list[Path]) -> None:
 
 
 def check_free(destination: str | Path) -> None:
-    """Raises InputError unless the destination is a new name or an empty folder, and can be made.
-
-    A symbolic link is refused, and so is a place where this user may not write.
-    """
+    """Raises InputError unless this is a new name or an empty folder, and can be made."""
     if not str(destination):
         raise InputError("the destination's name is empty; give the name of a new folder")
     final = _place(destination)
@@ -142,10 +127,8 @@ def check_free(destination: str | Path) -> None:
 
 
 def _place(destination: str | Path) -> Path:
-    """The absolute path that a name leads to; folders on the way need not exist.
-
-    `..` is resolved as the system does it, after symbolic links. A link in the last place stays.
-    """
+    """The absolute path that a name leads to; folders on the way need not exist."""
+    # `..` is resolved as the system does it, after symbolic links; a link in the last place stays.
     given = local(destination).absolute()
     if given.name in ("", ".."):
         return Path(os.path.realpath(given))
@@ -164,14 +147,11 @@ def _make(folder: Path, destination: str | Path) -> None:
 
 @contextlib.contextmanager
 def _marked(folder: Path) -> Iterator[None]:
-    """Keeps a locked mark in a folder; the system unlocks it when this process ends, killed or not.
-
-    The mark gets its name only once it is locked, so that no other process can find it unlocked.
-    """
+    """Keeps a locked mark in a folder; the system unlocks it when this process ends or dies."""
     unnamed = folder / f"{_MARK}.new"
     with open(unnamed, "wb") as file:
         _lock(file.fileno())
-        unnamed.rename(folder / _MARK)
+        unnamed.rename(folder / _MARK)  # once it is locked, so that none finds it unlocked
         yield
 
 
@@ -189,14 +169,11 @@ def _clear(parent: Path, pattern: str) -> None:
 
 
 def _short(final: Path) -> str:
-    """The name of a folder, shortened where that is needed to leave room for what is added to it.
-
-    A name has 255 bytes at most. Whole characters are cut off, so that none is split.
-    """
+    """The name of a folder, cut to leave room for what is added; a name has 255 bytes at most."""
     room = 255 - len(f".{'0' * 8}{INCOMPLETE}")
     name = final.name
     while len(os.fsencode(name)) > room:
-        name = name[:-1]
+        name = name[:-1]  # whole characters, so that none is split
     return name
 
 

@@ -18,11 +18,7 @@ _LINKS: dict[str, str] = {}  # from each link to the folder that it stands for
 
 
 def in_folder(folder: Path, inside: str = "") -> dict[str, str]:
-    """The key-value store of TensorStore, as a JSON spec, that holds the files of a folder.
-
-    - `folder`: the folder; symbolic links in its path are resolved.
-    - `inside`: a path prefix within the folder, such as `name/`; empty for the whole folder.
-    """
+    """TensorStore's key-value store of the files of a folder whose names begin with `inside`."""
     real = os.path.realpath(folder)
     return {"driver": "file", "path": f"{real if _is_plain(real) else _link(real)}/{inside}"}
 

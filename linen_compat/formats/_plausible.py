@@ -1,44 +1,39 @@
-"""Signs of damage in arrays of a trained model of which every byte can be read.
+"""Steps and counts that cannot be right, and signs of damage in arrays that can be read.
 
-Checkpoints that other programs wrote carry none of this project's checksums, so damage there shows
-in the values alone, if at all. Each rule is far from anything that training produces. Flipped bits
-of exponents and blocks that were overwritten with zeros break a rule; outliers, rows of a
-vocabulary that no token uses, and moments of parameters without a gradient do not.
+Other programs write no checksums, so damage to their checkpoints shows in the values alone, if at
+all. Each rule is far from anything that training produces. Flipped bits of exponents and blocks
+of zeros break a rule; outliers, unused rows of a vocabulary, and moments without a gradient do not.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from linen_compat.formats._streams import MOMENTS, PARAMETERS
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline.train.loop import MOST_WEIGHT
 
 TIMES_MIDDLE = 1e4  # the most that a weight may be, in medians of the array
-LARGEST = {
-    PARAMETERS: MOST_WEIGHT,
-    MOMENTS[0]: 1e6,
-    MOMENTS[1]: 1e12,
-}  # a second moment is a square
+LARGEST = {PARAMETERS: MOST_WEIGHT, MOMENTS[0]: 1e6, MOMENTS[1]: 1e12}  # the last are squares
 LONGEST_RUN = 64  # this many consecutive exact zeros mean a lost block
 _BLOCK = 2**20
 _SAMPLE = 2**16
+LARGEST_STEP = 2**31 - 1  # MaxText and this project count in int32
+_TITLES = {
+    "step": "the step",
+    "count": "the count of Adam",
+    "schedule_count": "the count of the learning rate",
+}
+_CURE = (
+    "take another checkpoint, or its parameters alone (linen_compat.load, or linen-compat convert "
+    "--parameters-only)"
+)
 
 
 def suspicion(
     array: np.ndarray, part: str, *, rows_may_be_zero: bool, all_may_be_zero: bool = False
 ) -> str | None:
-    """What is implausible about an array, or None when nothing is.
-
-    - `array`: the floating values of one stored array.
-    - `part`: what the array belongs to: `PARAMETERS` or one of `MOMENTS`.
-    - `rows_may_be_zero`: whether one axis of the array is the vocabulary, in which some tokens may
-      be unused.
-    - `all_may_be_zero`: whether an untrained array of this kind is all zeros, as a scale with an
-      offset is.
-
-    `streams.check_finite` looks for NaN and infinity.
-    """
+    """What is implausible about the values of a stored array, or None when nothing is."""
     strange = _magnitude(array, part)
     # Moments may be zero: those of a parameter without a gradient are.
     if strange or part != PARAMETERS or all_may_be_zero:
@@ -47,12 +42,7 @@ def suspicion(
 
 
 def zeros_in_a_row(chunks: Iterable[np.ndarray]) -> str | None:
-    """What is implausible about the zeros of an array, or None when nothing is.
-
-    - `chunks`: the whole array, in pieces that follow the order in which it is stored.
-
-    A lost block is contiguous in that order, but may be spread over several layers.
-    """
+    """What is implausible about the zeros of an array, whose chunks are as it is stored."""
     longest = run = size = 0
     for block in itertools.chain.from_iterable(map(_blocks, chunks)):
         size += len(block)
@@ -107,7 +97,44 @@ def _magnitudes(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The flattened array in pieces of `_BLOCK` values or fewer."""
     flat = array.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         yield flat[start : start + _BLOCK]
+
+
+def check_scalars(scalars: Mapping[str, np.ndarray]) -> None:
+    """Raises Mismatch, with the cure, unless these can be the scalars of a training state."""
+    if problem := problem_of(scalars):
+        raise Mismatch(problem)
+
+
+def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
+    """What is wrong with the scalars that are there, by the names of `streams.SCALARS`."""
+    for name, title in _TITLES.items():
+        value = scalars.get(name)
+        if value is not None and not is_count(value):
+            return (
+                f"{title} is {np.asarray(value).tolist()!r}, and not a whole number from 0 "
+                f"to {LARGEST_STEP}; {'take another checkpoint' if name == 'step' else _CURE}"
+            )
+    step, count, schedule = (
+        None if scalars.get(name) is None else int(scalars[name]) for name in _TITLES
+    )
+    if None not in (count, schedule) and count != schedule:
+        return (
+            f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate, but "
+            f"here both have the same count; {_CURE}"
+        )
+    if None not in (step, count) and step != count:
+        return f"the step is {step} and Adam's count is {count}, but they must be equal; {_CURE}"
+    return None
+
+
+def is_count(value: object) -> bool:
+    """Whether a value without axes is a whole number that a step can be: 0 to `LARGEST_STEP`."""
+    array = np.asarray(value)
+    number = array.item() if array.shape == () else None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    # NaN and infinity are out of range, so `int` never gets them.
+    return 0 <= number <= LARGEST_STEP and number == int(number)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_behind
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
@@ -62,12 +62,9 @@ def with_checksum(values: checksums.Json) -> str:
 
 
 def check_checksum(file: Path) -> None:
-    """Raises Mismatch where the first line is a checksum, and the lines below have another one.
-
-    Whether a file can be read is left to who reads it.
-    """
+    """Raises Mismatch where the first line is a checksum, and the others have another one."""
     if not (file.is_file() and file.stat().st_size <= MOST_SETTINGS and os.access(file, os.R_OK)):
-        return
+        return  # who reads it says so
     first, _, rest = file.read_bytes().partition(b"\n")
     said = first.decode(errors="replace")
     if said.startswith(_CHECKSUM) and said != f"{_CHECKSUM}{checksums.of_bytes(rest)}":
@@ -79,14 +76,10 @@ def check_checksum(file: Path) -> None:
 
 @contextlib.contextmanager
 def claimed(run: str | Path) -> Iterator[None]:
-    """Keeps a run to this process: within the context no other one can claim the same folder.
+    """Keeps the folder of a run to this process, which locks `ORIGIN` until it ends or is killed.
 
-    - `run`: the folder of a run, or one to be made; an empty one is filled.
-
-    `ORIGIN` is locked until the process ends, killed or not. Unfinished folders of killed processes
-    are deleted. If there is no step at the end, the files of the run are deleted, and so are the
-    folders that were made. Raises InputError where another process has claimed the folder, where no
-    file can be made in it, and where it holds other files.
+    Unfinished folders of killed processes are deleted. If there is no step at the end, the files of
+    the run are deleted, and so are the folders that were made.
     """
     folder = local(run)
     try:
@@ -114,10 +107,7 @@ def claimed(run: str | Path) -> Iterator[None]:
 
 
 def check_claim(run: Path) -> None:
-    """Raises Mismatch where another folder has replaced a run that is `claimed`.
-
-    - `run`: a folder; nothing is said of one that this process has not claimed.
-    """
+    """Raises Mismatch where another folder has replaced a run that this process has claimed."""
     lock = _claimed.get(run.absolute())
     if lock is not None and not _is_at(lock, run):
         raise Mismatch(
@@ -173,12 +163,9 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
 
 
 def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
-    """Deletes the files of a run without steps, and then the given folders if they are empty.
-
-    - `lock`: of the file that is locked. Where it is in another folder, nothing is deleted.
-    """
+    """Deletes the files of a run without steps, and then the `made` folders if they are empty."""
     with contextlib.suppress(OSError):
-        if _is_at(lock, folder) and not _steps(folder):
+        if _is_at(lock, folder) and not _steps(folder):  # the file may be in another folder now
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
             for place in made:

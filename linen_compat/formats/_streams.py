@@ -1,10 +1,4 @@
-"""How weights pass from one format to another: layer by layer, never a whole model in memory.
-
-A `LayerSource` reads one array of one layer at a time; a `LayerDestination` writes one. An array is
-named by its path in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Layers before the pipeline are
-numbered from 0, and so are layers in the pipeline. Each format implements both classes, and `copy`
-depends on no particular format.
-"""
+"""How weights pass from one format to another: layer by layer, never a whole model in memory."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +7,7 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats._names import EARLY, KV_DOWN, OUTSIDE, QK_NORMS
+from linen_compat.formats._names import EARLY, KV_DOWN, PATHS_OUTSIDE, QK_NORMS
 from nnx_pipeline import InputError
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
@@ -26,42 +20,29 @@ _PLAIN = (np.float32, np.float16, jnp.bfloat16)
 
 
 class Mismatch(InputError):
-    """A checkpoint does not hold what was asked for; the message names the leaf.
-
-    The command line then exits with 1 rather than 2: the argument was fine, but the contents of
-    what it names are not.
-    """
+    """A checkpoint does not hold what was asked for; commands then exit with 1 and not 2."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array, without its values.
-
-    - `shape`: of the whole array, or for an array of the layers of what one layer holds of it.
-    - `dtype`: the dtype in which it is stored.
-    """
+    """Shape and stored dtype of an array; an array of the layers has the shape of one layer."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 class LayerSource(Protocol):
     """A checkpoint to read from, one array of one layer at a time.
 
-    - `num_layers`: how many layers the checkpoint has.
-    - `num_dense_layers`: how many of them are dense ones before the pipeline.
-    - `parts`: `(PARAMETERS,)`, followed by `MOMENTS` where the optimizer's state is there.
-    - `attention_scale`: the factor on attention scores for which the query kernels are stored
-      (`model.attention_scale`). None with latent attention, where no format folds the factor into
-      them.
-    - `arrays`: shape and dtype by NNX path: those of one layer, or of the whole model for paths of
-      `names.OUTSIDE`.
-    - `scalars`: those of `SCALARS` that are there, as arrays without axes.
+    `num_layers` counts the dense layers before the pipeline too. `parts` is `(PARAMETERS,)`, then
+    `MOMENTS` where the optimizer's state is there. `attention_scale` is the factor on attention
+    scores for which the query kernels are stored; None with latent attention, where no format folds
+    the factor into them. `arrays` has shape and dtype by NNX path, of one layer or of the whole
+    model for paths of `names.OUTSIDE`. `scalars` are those of `SCALARS` that are there.
     """
 
     num_layers: int
@@ -76,40 +57,23 @@ class LayerSource(Protocol):
     def scalars(self) -> Mapping[str, np.ndarray]: ...
 
     def order(self, path: str) -> Sequence[int]:
-        """The numbers of the layers, in an order in which each stored array is read once.
-
-        - `path`: the NNX path of a parameter of the layers; only layers that have it count.
-        """
+        """The layers that have a parameter, in an order that reads each stored array once."""
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
-        """The dtype of the arrays from `read`; moments may have another one than parameters.
-
-        - `path`, `part`: as for `read`.
-        """
+        """The dtype of the arrays from `read`; moments may have another than parameters."""
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
-        """One array of one layer.
-
-        - `path`: an NNX path, one of `arrays`.
-        - `layer`: the number of the layer among those that have it; None outside the layers.
-        - `part`: one of `parts`.
-
-        Raises Mismatch, naming the stored array, when bytes are missing.
-        """
+        """One array; `layer` is its number among those that have it, None outside the layers."""
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        """What the checkpoint calls the stored array, for messages.
-
-        - `path`, `layer`, `part`: as for `read`.
-        """
+        """What the checkpoint calls the stored array, for messages."""
 
 
 class LayerDestination(Protocol):
     """A checkpoint to write, in a new folder of its own (see `new_folder.new_folder`).
 
-    - `parts`: those that the format has a place for; other parts of a source are left out.
-    - `attention_scale`: the factor on attention scores that the written query kernels must suit;
-      None with latent attention.
+    Parts of a source that are not among its `parts` are left out. The written query kernels must
+    suit its `attention_scale`; None with latent attention.
     """
 
     parts: tuple[str, ...]
@@ -118,24 +82,16 @@ class LayerDestination(Protocol):
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
     ) -> None:
-        """Stores one array of one layer.
-
-        - `path`, `layer`, `part`: as for `LayerSource.read`; each combination is stored once.
-        - `array`: the values, with the shape that one layer has.
-        """
+        """Stores one array of one layer; each combination is stored once."""
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes what makes the folder a checkpoint; called after the last array.
-
-        - `scalars`: as in `LayerSource`.
-        """
+        """Writes what makes the folder a checkpoint; called after the last array."""
 
 
 Progress = Callable[[str, int], None]  # given the name and the size in bytes of an array
 
 
-def no_progress(name: str, nbytes: int) -> None:
-    """Reports nothing about an array that has been copied."""
+def no_progress(name: str, nbytes: int) -> None: ...
 
 
 def copy(
@@ -147,16 +103,9 @@ def copy(
 ) -> None:
     """Copies every array of `source` to `destination`, then commits the destination.
 
-    - `source`: what is copied; parts that the destination has no place for are left out.
-    - `destination`: receives every array once, and is then committed.
-    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
-    - `progress`: called with the name and the size in bytes of each array that has been copied.
-
-    Besides what source and destination hold, one array of one layer is in memory. Where their
-    attention scales differ, the query kernels are multiplied (`times_ratio`). Nothing else changes.
-
-    Raises Mismatch, naming the array, when it holds a value that is not finite or a second moment
-    below 0, and InputError when the optimizer's state would have to be scaled too.
+    One array of one layer is in memory at a time. Query kernels are multiplied where the attention
+    scales differ. Raises Mismatch for a second moment below 0 and, unless `allow_nan`, for values
+    that are not finite, and InputError when the optimizer's state would have to be scaled.
     """
     ratio = ratio_of(source.attention_scale, destination.attention_scale)
     parts = [part for part in source.parts if part in destination.parts]
@@ -184,55 +133,32 @@ def copy(
 
 def nbytes_of(source: LayerSource) -> int:
     """Bytes of the arrays of all parts of a source, without the scalars."""
-    outside = {names.nnx for names in OUTSIDE}
     return sum(
-        ArraySpec(spec.shape, source.dtype(path, part)).nbytes
-        * (1 if path in outside else len(source.order(path)))
+        ArraySpec(source.arrays[path].shape, source.dtype(path, part)).nbytes
         for part in source.parts
-        for path, spec in source.arrays.items()
+        for path, _ in walk(source)
     )
 
 
 def walk(source: LayerSource) -> Iterator[tuple[str, int | None]]:
-    """The path and the layer of every array of one part, so that each stored array is read once.
-
-    The layer is None for paths outside the layers.
-    """
-    outside = {names.nnx for names in OUTSIDE}
+    """The path and the layer of every array of one part, so that each stored array is read once."""
     for path in source.arrays:
-        if path in outside:
-            yield path, None
-        else:
-            for layer in source.order(path):
-                yield path, layer
+        for layer in (None,) if path in PATHS_OUTSIDE else source.order(path):
+            yield path, layer
 
 
 def ratio_of(source: float | None, destination: float | None) -> float:
-    """What the query kernels are multiplied by, for scores that stay the same.
-
-    - `source`, `destination`: the attention scales of the kernels before and after; None where
-      kernels contain no scale, and then stay as they are.
-
-    Scores are scale · query · key.
-    """
+    """What the query kernels are multiplied by, so that scale · query · key stays the same."""
     return 1.0 if source is None or destination is None else source / destination
 
 
 def scale_in_arrays(paths: Container[str], scale: float) -> float | None:
-    """The attention scale that query kernels are for; None with latent attention.
-
-    - `paths`: the NNX paths of the model's parameters.
-    - `scale`: that of the model's config.
-    """
+    """The attention scale that query kernels are for; None with latent attention."""
     return None if KV_DOWN.nnx in paths else scale
 
 
 def check_ratio(paths: Container[str], ratio: float) -> None:
-    """Raises InputError where query kernels cannot be scaled, because queries are normalised.
-
-    - `paths`: the NNX paths of the model's parameters.
-    - `ratio`: the factor that the query kernels would be multiplied by.
-    """
+    """Raises InputError where query kernels cannot be scaled, because queries are normalised."""
     if ratio != 1.0 and QK_NORMS[0].nnx in paths:
         raise InputError(
             f"the two attention scales differ by a factor of {ratio}, which the query kernels of a "
@@ -242,13 +168,9 @@ def check_ratio(paths: Container[str], ratio: float) -> None:
 
 
 def array_title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
-    """The name of an array in messages, such as `mu of attention.query of layer 3`.
-
-    - `path`, `layer`, `part`: as for `LayerSource.read`.
-    """
-    early, inner = path.startswith(EARLY), path.removeprefix(EARLY)
-    kind = "dense layer" if early else "layer"
-    place = path if layer is None else f"{inner} of {kind} {layer}"
+    """The name of an array in messages, such as `mu of attention.query of layer 3`."""
+    kind = "dense layer" if path.startswith(EARLY) else "layer"
+    place = path if layer is None else f"{path.removeprefix(EARLY)} of {kind} {layer}"
     return place if part == PARAMETERS else f"{part} of {place}"
 
 
@@ -259,12 +181,7 @@ def check_finite(
     allow_nan: bool = False,
     cure: str = "pass --allow-nan to keep them",
 ) -> None:
-    """Raises Mismatch when a value is NaN or infinite.
-
-    - `name`: what the message calls the array.
-    - `allow_nan`: whether to accept any value.
-    - `cure`: what the message offers besides taking an earlier checkpoint.
-    """
+    """Raises Mismatch when a value is NaN or infinite."""
     if not allow_nan and (wrong := not_finite(array)):
         raise Mismatch(
             f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
@@ -273,10 +190,7 @@ def check_finite(
 
 
 def not_finite(array: np.ndarray) -> int:
-    """How many values of an array are NaN or infinite.
-
-    - `array`: of any floating dtype; it is looked at in pieces, with no copy of the whole.
-    """
+    """How many values are NaN or infinite, of any floating dtype, without a copy of the whole."""
     if array.dtype not in _PLAIN:
         return int(array.size - np.count_nonzero(np.isfinite(array)))
     # All bits of the exponent are ones then. numpy itself converts each number of 16 bits first.
@@ -289,11 +203,7 @@ def not_finite(array: np.ndarray) -> int:
 
 
 def check_sign(array: np.ndarray, name: str, part: str) -> None:
-    """Raises Mismatch when a second moment, which is a mean of squares, is below 0.
-
-    - `name`: what the message calls the array.
-    - `part`: the part that the array belongs to; all but second moments pass.
-    """
+    """Raises Mismatch when a second moment, which is a mean of squares, is below 0."""
     if part == MOMENTS[1] and (wrong := int(np.count_nonzero(array < 0))):
         raise Mismatch(
             f"{name} is below 0 in {wrong} of {array.size} values, but a second moment is a mean "
@@ -303,13 +213,6 @@ def check_sign(array: np.ndarray, name: str, part: str) -> None:
 
 
 def times_ratio(array: np.ndarray, ratio: float) -> np.ndarray:
-    """The product of an array and a number, in the dtype of the array.
-
-    - `array`: a query kernel, of any floating dtype.
-    - `ratio`: the factor, a Python float.
-
-    Scaling by `ratio` and back again changes a value by 1 unit in the last place at most. The
-    product is computed in float64: with a quotient that is rounded to float32 first, the change is
-    up to 2 units (with head_dim 96).
-    """
+    """The product of a query kernel and a number, in the dtype of the kernel."""
+    # Back again, values are off by 1 unit in the last place at most; with float32 it would be 2.
     return (array.astype(np.float64) * ratio).astype(array.dtype)

@@ -1,8 +1,4 @@
-"""MaxText's decoder block `deepseek`: its keys, and the fields of `ModelConfig` that they become.
-
-The config of latent attention decides the factor on scores; other blocks fold it into the query
-kernel. The router's weights depend on the name of the model, see `fields_of_deepseek`.
-"""
+"""MaxText's decoder block `deepseek`: its keys, and the fields of `ModelConfig` they become."""
 
 import math
 from typing import NamedTuple
@@ -15,21 +11,14 @@ BLOCK = "deepseek"
 
 
 class Named(NamedTuple):
-    """A model that MaxText has a file for, and this project a preset.
-
-    - `preset`: the name of the preset.
-    - `mscale`: a number in MaxText's file, from which the factor on scores is computed.
-    """
+    """The preset of a model that MaxText has a file for, and that file's number for its scores."""
 
     preset: str
     mscale: float
 
 
 class OneValue(NamedTuple):
-    """The only value of a key that this project computes with.
-
-    - `reason`: why there is no other, for messages.
-    """
+    """The only value of a key that this project computes with, and why there is no other."""
 
     value: object
     reason: str
@@ -92,17 +81,12 @@ _OF_YARN: dict[str, OneValue] = {
 
 
 def keys_of_named(name: str, model: ModelConfig) -> Fields:
-    """The keys that MaxText's file for a named model has beside those of `maxtext.config`.
-
-    - `name`: one of `NAMED`.
-    - `model`: the preset of that model.
-
-    MaxText's file of DeepSeek-V3 chooses experts from all groups, unlike the published model.
-    """
+    """The keys that MaxText's file for a named model has beside those of `maxtext.config`."""
     assert model.rope_head_dim is not None, "the preset has latent attention"
     return {
         "decoder_block": BLOCK,
         "attention_type": "mla",
+        # MaxText's DeepSeek-V3 chooses experts from all groups, unlike the published model.
         **{key: getattr(model, field) for key, field in _COPIED.items()},
         "base_mlp_dim": model.dense_mlp_dim,
         "base_moe_mlp_dim": model.mlp_dim,
@@ -118,8 +102,6 @@ def keys_of_named(name: str, model: ModelConfig) -> Fields:
 
 def fields_of_deepseek(values: Values) -> Fields:
     """The fields of a model whose `decoder_block` is `deepseek`.
-
-    - `values`: a value of the right type for each mapped key.
 
     The weights of a token's experts are their scores, divided by their sum after a sigmoid. With a
     `model_name` that begins with `deepseek3` the router's bias takes part in the choice alone, and
@@ -189,10 +171,7 @@ def _rope(values: Values) -> Fields:
 
 
 def check_deepseek(model: ModelConfig) -> None:
-    """Raises InputError for a model with latent attention that MaxText does not compute.
-
-    - `model`: of the arrays that are read from, or written in, one of MaxText's formats.
-    """
+    """Raises InputError for a model with latent attention that MaxText does not compute."""
     wrong: dict[str, str] = {}
     if model.num_shared_experts < 1:
         wrong["num_shared_experts"] = "set it to 1 or more"
@@ -212,10 +191,7 @@ def check_deepseek(model: ModelConfig) -> None:
 
 
 def linear_rope(values: Values) -> Fields:
-    """The fields of a rotary embedding that is slowed down evenly, or not at all.
-
-    - `values`: a value of the right type for each mapped key.
-    """
+    """The fields of a rotary embedding that is slowed down evenly, or not at all."""
     factor = values["rope_linear_scaling_factor"]
     return {} if factor == 1.0 else {"rope_scaling": "linear", "rope_factor": factor}
 

@@ -10,15 +10,10 @@ from nnx_pipeline.lab.errors import one_of
 
 @dataclass(frozen=True)
 class Block:
-    """One of MaxText's kinds of decoder layers.
-
-    - `routed`: whether it has experts.
-    - `qk_norm`: whether it normalises queries and keys. It then multiplies the queries by
-      head_dim^-0.5; in other blocks that factor is part of the query kernel.
-    """
+    """One of MaxText's kinds of decoder layers."""
 
     routed: bool
-    qk_norm: bool
+    qk_norm: bool  # queries are then multiplied by head_dim^-0.5, which other kernels contain
 
 
 BLOCKS = {
@@ -38,8 +33,6 @@ _ROPE_OF_LLAMA3_1 = {
     "rope_low_frequency": 1.0,
     "rope_high_frequency": 4.0,
 }
-
-
 # How the routers of all blocks but DeepSeek's work.
 _ROUTER = {
     "router_score": "softmax",
@@ -50,11 +43,7 @@ _ROUTER = {
 
 
 def keys_of_preset(name: str, model: ModelConfig) -> Fields:
-    """The keys that MaxText's file for a named model has beside its sizes.
-
-    - `name`: MaxText's `model_name`.
-    - `model`: the preset of that name.
-    """
+    """The keys that MaxText's file for a named model has beside its sizes."""
     if name in deepseek.NAMED:
         return deepseek.keys_of_named(name, model)
     same = Block(routed=model.num_experts > 1, qk_norm=model.qk_norm)
@@ -66,12 +55,7 @@ def keys_of_preset(name: str, model: ModelConfig) -> Fields:
 
 
 def fields_of_block(values: Values) -> Fields:
-    """The fields of the model's config that its decoder block and other keys decide.
-
-    - `values`: a value of the right type for each mapped key.
-
-    Raises InputError for a block that is not known, or whose keys contradict it.
-    """
+    """The fields of the model's config that its decoder block and other keys decide."""
     name, experts = values["decoder_block"], values["num_experts"]
     one_of("decoder_block", name, BLOCKS)
     block = BLOCKS[name]
@@ -140,10 +124,7 @@ def _head(values: Values) -> Fields:
 
 
 def check_maxtext(model: ModelConfig) -> None:
-    """Raises InputError for a model that MaxText does not compute from its checkpoint's arrays.
-
-    - `model`: of the arrays that are read from, or written in, one of MaxText's formats.
-    """
+    """Raises InputError for a model that MaxText does not compute from its checkpoint's arrays."""
     if model.kv_lora_rank is not None:
         deepseek.check_deepseek(model)
         return

@@ -1,124 +1,82 @@
 """What each key of a MaxText configuration means to this project: mapped, fixed or ignored.
 
 MAPPED keys become fields of `nnx_pipeline.Config`. FIXED keys change what the model computes or
-what its checkpoint holds; this project supports one behaviour only and refuses all others. Ignored
-keys say how a run is carried out: on which machines, with which kernels, data, logs and
-checkpoints.
+what its checkpoint holds, and have one behaviour here. Ignored keys say how a run is carried out.
 """
 
 import ast
 import re
+
+from linen_compat.maxtext._values import DEFAULTS
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MAPPED = _words(
-    """
-    model_name decoder_block vocab_size base_emb_dim base_mlp_dim base_moe_mlp_dim
-    base_num_decoder_layers base_num_query_heads base_num_kv_heads head_dim num_experts
-    num_experts_per_tok dtype weight_dtype normalization_layer_epsilon rope_max_timescale
-    num_pipeline_microbatches num_pipeline_repeats num_layers_per_pipeline_stage
-    pipeline_parallel_layers pipeline_delay_activation_forwarding pipeline_fsdp_ag_once
-    pipeline_fsdp_ag_per_repeat remat_policy shard_mode ici_pipeline_parallelism
-    dcn_pipeline_parallelism per_device_batch_size max_target_length learning_rate adam_b1 adam_b2
-    adam_eps adam_weight_decay gradient_clipping_threshold load_balance_loss_weight grad_dtype
-    shard_optimizer_over_data enable_dropout dropout_rate rope_type rope_use_scale
-    rope_linear_scaling_factor use_qk_norm logits_via_embedding normalize_embedding_logits
-    attention_type first_num_dense_layers q_lora_rank kv_lora_rank qk_nope_head_dim
-    qk_rope_head_dim v_head_dim shared_experts routed_score_func routed_scaling_factor routed_bias
-    routed_bias_update_rate n_routing_groups topk_routing_group max_position_embeddings
-    original_max_position_embeddings rope_factor beta_fast beta_slow mscale rope_interleave
-    rope_truncate rope_attention_scaling
-    """
-)
+def _each(names: str, *accepted: object) -> dict[str, tuple[object, ...]]:
+    return dict.fromkeys(names.split(), accepted)
 
+
+MAPPED = frozenset(DEFAULTS)
 _NOTHING: tuple[object, ...] = (None, "", "None", "none", [], {})
 # The accepted values of each key; error messages name the first as the one to set.
 FIXED: dict[str, tuple[object, ...]] = {
-    "activations_in_float32": (False,),
+    **_each(
+        """
+        activations_in_float32 attention_bias attention_sink checkpoint_is_quantized enable_diloco
+        float32_gate_logits float32_logits float32_qk_product fused_mlp fused_qkv logits_dot_in_fp32
+        mlp_bias moba moe_quantize_token_all_gather moe_use_megatron_seq_aux_loss rope_pairwise
+        scan_layers_per_stage share_kv_projections skip_step_on_spikes te_moe_block
+        temperature_tuning use_audio use_double_wide_mlp use_dpo use_indexer use_m3_model use_mrope
+        use_multimodal use_post_attn_norm use_post_ffw_norm use_qk_clip use_random_routing
+        use_untrainable_positional_embedding
+        """,
+        False,
+    ),
+    **_each(
+        """
+        adamw_mask compress_ratios engram_layers moe_quantize_combine_bwd_method quantization
+        te_gmm_quantization trainable_parameters_mask weight_sparsity_m weight_sparsity_n
+        """,
+        *_NOTHING,
+    ),
+    **_each(
+        """
+        attention_output_dim global_rope_max_timescale local_rope_max_timescale moe_expert_input_dim
+        nope_layer_interval trainable_position_size
+        """,
+        -1,
+    ),
+    **_each("capacity_factor mlp_activations_limit ragged_buffer_factor", -1.0),
+    **_each("cast_logits_to_fp32 float32_weight_sum qk_norm_with_scale", True),
+    **_each(
+        """
+        chunk_attn_window_size first_num_hash_layers global_head_dim global_num_kv_heads
+        hidden_size_per_layer_input mtp_num_layers num_kv_shared_layers sliding_window_size
+        vocab_size_per_layer_input
+        """,
+        0,
+    ),
+    **_each(
+        """
+        global_parameter_scale gradient_accumulation_steps inhomogeneous_layer_cycle_interval
+        interleave_moe_layer_step mhc_expansion_rate param_scan_axis rope_min_timescale
+        """,
+        1,
+    ),
     "adam_eps_root": (0.0,),
-    "adamw_mask": _NOTHING,
-    "attention_bias": (False,),
-    "attention_output_dim": (-1,),
-    "attention_sink": (False,),
-    "attn_logits_soft_cap": (0.0, None),
-    "capacity_factor": (-1.0,),
-    "cast_logits_to_fp32": (True,),
-    "checkpoint_is_quantized": (False,),
-    "chunk_attn_window_size": (0,),
-    "compress_ratios": _NOTHING,
-    "dense_init_scale": (1.0,),
-    "engram_layers": _NOTHING,
-    "final_logits_soft_cap": (0.0, None),
-    "first_num_hash_layers": (0,),
-    "float32_gate_logits": (False,),
-    "float32_logits": (False,),
-    "float32_qk_product": (False,),
-    "float32_weight_sum": (True,),
-    "fused_mlp": (False,),
-    "fused_qkv": (False,),
-    "global_head_dim": (0,),
-    "global_num_kv_heads": (0,),
-    "global_parameter_scale": (1,),
-    "gradient_accumulation_steps": (1,),
-    "hidden_size_per_layer_input": (0,),
-    "inhomogeneous_layer_cycle_interval": (1,),
-    "interleave_moe_layer_step": (1,),
-    "local_rope_max_timescale": (-1,),
-    "global_rope_max_timescale": (-1,),
-    "logits_dot_in_fp32": (False,),
-    "mhc_expansion_rate": (1,),
-    "mlp_activations": (["silu", "linear"],),
-    "mlp_activations_limit": (-1.0,),
-    "mlp_bias": (False,),
-    "moe_quantize_combine_bwd_method": _NOTHING,
-    "moe_quantize_token_all_gather": (False,),
-    "moe_use_megatron_seq_aux_loss": (False,),
-    "moba": (False,),
-    "moe_expert_input_dim": (-1,),
-    "mtp_num_layers": (0,),
-    "mu_dtype": ("", None, "float32"),
-    "nope_layer_interval": (-1,),
-    "norm_topk_prob": (False, True),  # the same values: a softmax over the chosen adds up to 1
-    "num_kv_shared_layers": (0,),
-    "opt_type": ("adamw",),
-    "param_scan_axis": (1,),
-    "partial_rotary_factor": (1.0,),
-    "qk_norm_with_scale": (True,),
-    "quantization": _NOTHING,
-    "ragged_buffer_factor": (-1.0,),
-    "rope_min_timescale": (1,),
-    "rope_pairwise": (False,),
-    "scan_layers_per_stage": (False,),
-    "share_kv_projections": (False,),
-    "sliding_window_size": (0,),
-    "te_gmm_quantization": _NOTHING,
-    "te_moe_block": (False,),
-    "temperature_tuning": (False,),
-    "trainable_parameters_mask": _NOTHING,
-    "trainable_position_size": (-1,),
-    "training_objective": ("causal_lm",),
-    "use_audio": (False,),
-    "use_double_wide_mlp": (False,),
-    "use_dpo": (False,),
-    "use_indexer": (False,),
-    "use_m3_model": (False,),
-    "use_iota_embed": (False, True),  # the same values, looked up by a product
-    "use_mrope": (False,),
-    "use_multimodal": (False,),
-    "use_post_attn_norm": (False,),
-    "use_post_ffw_norm": (False,),
-    "use_qk_clip": (False,),
-    "use_random_routing": (False,),
-    "use_untrainable_positional_embedding": (False,),
-    "vocab_size_per_layer_input": (0,),
-    "weight_sparsity_m": _NOTHING,
-    "weight_sparsity_n": _NOTHING,
     "z_loss_multiplier": (0.0,),
-    "skip_step_on_spikes": (False,),
-    "enable_diloco": (False,),
+    "attn_logits_soft_cap": (0.0, None),
+    "final_logits_soft_cap": (0.0, None),
+    "dense_init_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "mlp_activations": (["silu", "linear"],),
+    "mu_dtype": ("", None, "float32"),
+    "norm_topk_prob": (False, True),  # the same values: a softmax over the chosen adds up to 1
+    "use_iota_embed": (False, True),  # the same values, looked up by a product
+    "opt_type": ("adamw",),
+    "training_objective": ("causal_lm",),
 }
 
 # Single keys. The learning rate is constant here, so keys of its schedule have no effect.
@@ -234,9 +192,9 @@ def kind(key: str) -> str | None:
         return "mapped"
     if key in FIXED:
         return "fixed"
-    if PARALLELISM.fullmatch(key):
-        return "ignored"
-    return "ignored" if key in _IGNORED or _IGNORED_FAMILIES.fullmatch(key) else None
+    families = (PARALLELISM, _IGNORED_FAMILIES)
+    ignored = key in _IGNORED or any(family.fullmatch(key) for family in families)
+    return "ignored" if ignored else None
 
 
 def listed_keys() -> list[str]:
@@ -245,11 +203,7 @@ def listed_keys() -> list[str]:
 
 
 def is_accepted(key: str, value: object) -> bool:
-    """Whether a fixed key has a value that this project computes with.
-
-    - `key`: one of `FIXED`.
-    - `value`: the value in a configuration; a list may be written as text.
-    """
+    """Whether a fixed key has a value that this project computes with."""
     if isinstance(value, str) and value.startswith("["):
         try:
             value = ast.literal_eval(value)  # MaxText writes lists as text into its dumps

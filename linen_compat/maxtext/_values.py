@@ -1,8 +1,11 @@
-"""MaxText's defaults for the mapped keys that a file leaves out, and the types of their values."""
+"""Values of YAML files, their types, and MaxText's defaults for mapped keys that are left out."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+import yaml
+from yaml.composer import ComposerError
 
 from nnx_pipeline import InputError
 from nnx_pipeline.lab.errors import shown
@@ -85,12 +88,7 @@ DEFAULTS: Fields = {
 
 
 def typed(values: Values) -> Fields:
-    """Every mapped value in the type of its default, since YAML reads 3e-5 as text.
-
-    - `values`: a value for each mapped key at least.
-
-    Raises InputError, naming the key, for a value that cannot have that type.
-    """
+    """Every mapped value in the type of its default, since YAML reads 3e-5 as text."""
     result = dict(values)
     for key, default in DEFAULTS.items():
         value = values[key]
@@ -108,13 +106,7 @@ def typed(values: Values) -> Fields:
 
 
 def as_number(key: str, value: Any, kind: type[Number]) -> Number:
-    """A value as a whole number or as a float.
-
-    - `key`: what the message names.
-    - `kind`: `int` or `float`.
-
-    Raises InputError when it is no such number, or not a finite one.
-    """
+    """Raises InputError where a value is no whole number or float, or not a finite one."""
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -125,9 +117,29 @@ def as_number(key: str, value: Any, kind: type[Number]) -> Number:
 
 
 def wrong_type(key: str, value: object, kind: type) -> InputError:
-    """The error for a value that is not of the type of its default.
-
-    - `kind`: the type of the default.
-    """
+    """The error for a value that is not of the type of its default."""
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     return InputError(f"{key}={shown(value)} must be {wanted}, such as {DEFAULTS[key]!r}")
+
+
+def load_yaml(text: str) -> object:
+    """The plain value of a YAML text, in which no key of a mapping stands twice."""
+    loader = yaml.SafeLoader(text)
+    compose = loader.compose_mapping_node
+    loader.compose_mapping_node = lambda anchor: _with_keys_once(compose(anchor))
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _with_keys_once(mapping: yaml.MappingNode) -> yaml.MappingNode:
+    seen = set()
+    for key, _ in mapping.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        if (key.tag, key.value) in seen:
+            rule = f"the key {key.value!r} stands there twice; keep one of the two"
+            raise ComposerError(None, None, rule, key.start_mark)
+        seen.add((key.tag, key.value))
+    return mapping

@@ -10,8 +10,15 @@ import yaml
 from linen_compat.maxtext import _deepseek as deepseek
 from linen_compat.maxtext import _keys as keys
 from linen_compat.maxtext._families import fields_of_block, keys_of_preset
-from linen_compat.maxtext._values import DEFAULTS, Fields, Values, as_number, typed, wrong_type
-from linen_compat.maxtext._yaml_text import load_yaml
+from linen_compat.maxtext._values import (
+    DEFAULTS,
+    Fields,
+    Values,
+    as_number,
+    load_yaml,
+    typed,
+    wrong_type,
+)
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config._overrides import known_keys
 from nnx_pipeline.config._remat import POLICIES
@@ -67,11 +74,8 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
     `explicit`. With a `model_name` among this project's presets the sizes are those of the preset,
     and with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`;
     other values must not contradict them unless `override_model_config` is true. Keys that only say
-    how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
-    schedule of the learning rate, which is constant here.
-
-    The decoder blocks that are read, and what else than sizes they decide, are in
-    `maxtext.families` and `maxtext.deepseek`.
+    how a run is carried out (kernels, machines, data, logs) are ignored. So is the schedule of the
+    learning rate, which is constant here.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
@@ -95,12 +99,7 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
 
 
 def config_from_yaml(name: str) -> Config:
-    """The config that the command-line option `--config` names.
-
-    - `name`: a MaxText YAML file, a YAML file of this project's sections, or a preset.
-
-    Raises InputError when it is none of them.
-    """
+    """The config of a MaxText YAML file, of a YAML of this project's sections, or a preset."""
     if not name or not local(name).exists():
         if name in PRESETS:
             return preset(name)
@@ -162,10 +161,10 @@ def _check_keys(given: Values) -> None:
 
 
 def _with_sizes(given: Fields) -> Fields:
-    """The keys that are given, with the sizes of their `model_name`, if it is one of the presets.
+    """The keys that are given, with the sizes of their `model_name`, if that is a preset.
 
-    These sizes win over MaxText's defaults, as in MaxText, and here also over a default that the
-    file spells out. With `override_model_config` it is the keys that are given that win.
+    As in MaxText these sizes win over its defaults, even where the file spells them out; what is
+    given wins over them with `override_model_config`.
     """
     name = given.get("model_name", "default")
     if not isinstance(name, str):
@@ -212,20 +211,10 @@ def _model(values: Values) -> ModelConfig:
             f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, as "
             "MaxText draws other masks; set enable_dropout to false"
         )
-    return ModelConfig(
-        vocab_size=values["vocab_size"],
-        embed_dim=values["base_emb_dim"],
-        num_layers=values["base_num_decoder_layers"],
-        num_heads=values["base_num_query_heads"],
-        num_kv_heads=values["base_num_kv_heads"],
-        num_experts=values["num_experts"],
-        num_experts_per_token=values["num_experts_per_tok"],
-        dtype=values["dtype"],
-        param_dtype=values["weight_dtype"],
-        norm_epsilon=float(values["normalization_layer_epsilon"]),
-        rope_theta=float(values["rope_max_timescale"]),
-        **fields_of_block(values),
-    )
+    sizes = {field: values[key] for key, field in _SIZES.items()}
+    sizes["rope_theta"] = float(sizes["rope_theta"])
+    dtypes = {"dtype": values["dtype"], "param_dtype": values["weight_dtype"]}
+    return ModelConfig(**{**sizes, **dtypes, **fields_of_block(values)})
 
 
 def _pipeline(values: Values) -> PipelineConfig:

@@ -22,7 +22,7 @@ from maxtext_data import (
 )
 
 import linen_compat
-from linen_compat.formats._comparison import parameter_paths
+from linen_compat.formats._in_memory import parameter_paths
 from linen_compat.formats._orbax.stream import OrbaxSource
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError

@@ -29,7 +29,7 @@ from maxtext_data import (
 
 import linen_compat
 from linen_compat.checkpoints._convert import From, To, plan
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._paths import in_folder
 from linen_compat.formats._plausible import suspicion
 from linen_compat.formats._streams import Mismatch

@@ -119,7 +119,7 @@ def kept(tmp_path_factory):
 def everything(folder, config):
     """Every value of a checkpoint that was found whole, by its name."""
     read_everything(whole(diagnose(folder, config)), config)
-    source = open_checkpoint(folder, config=config).source
+    source = open_checkpoint(From(folder, config=config)).source
     values = {
         (part, path, layer): source.read(path, layer, part)
         for part in source.parts

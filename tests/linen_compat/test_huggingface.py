@@ -33,8 +33,7 @@ from linen_compat.checkpoints._check import diagnose
 from linen_compat.checkpoints._convert import From, To, plan
 from linen_compat.checkpoints.loading import open_source
 from linen_compat.checkpoints.saving import write_orbax
-from linen_compat.formats._comparison import parameter_paths
-from linen_compat.formats._model_source import ModelSource
+from linen_compat.formats._in_memory import ModelSource, parameter_paths
 from linen_compat.formats._orbax.inspect import inspect
 from linen_compat.formats._orbax.layouts import SCANNED, TreeLayout
 from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch, times_ratio
@@ -334,7 +333,7 @@ class Zeros:
 
     def __init__(self, config: Config) -> None:
         self.scalars: dict[str, np.ndarray] = {}
-        from linen_compat.formats._comparison import model_arrays
+        from linen_compat.formats._in_memory import model_arrays
 
         self.arrays: dict[str, ArraySpec] = model_arrays(config.model)
         self.num_layers = config.model.num_layers

@@ -8,7 +8,7 @@ import pytest
 from maxtext_data import DATA, checkpoint, config_of, full_state, read, write
 
 import linen_compat
-from linen_compat.formats._scalars import is_count
+from linen_compat.formats._plausible import is_count
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
 

@@ -11,19 +11,10 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from linen_compat.formats._checksums import Json
+from linen_compat.formats._intact import Json
+from linen_compat.formats._orbax import corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
-from linen_compat.formats._orbax.corruption import (
-    CHUNKS,
-    MANIFEST,
-    MARK,
-    METADATA,
-    STORE_ERRORS,
-    check_mark,
-    metadata_with_checksum,
-    read_metadata,
-    unreadable,
-)
+from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
 from linen_compat.formats._paths import in_folder, with_own_names
 from linen_compat.formats._streams import ArraySpec, Mismatch
 
@@ -31,14 +22,8 @@ _BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
 
 
 def array_specs(items: Path) -> dict[str, ArraySpec]:
-    """Shape and dtype of every array of a checkpoint, by the path of its leaf; no array is read.
-
-    - `items`: the folder that holds the arrays and `_METADATA`.
-
-    Raises Mismatch, naming the leaf, when an array cannot be opened or has a dtype that no model
-    has, and when the metadata belong to another checkpoint of this project.
-    """
-    metadata = read_metadata(items)
+    """Shape and dtype of every array of a checkpoint, by the path of its leaf; none is read."""
+    metadata = corruption.read_metadata(items)
     context = ts.Context()  # one for all, so that the index of a database is read once
     # Begin to open all of them before waiting for the first.
     opened = {
@@ -60,44 +45,33 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
         if dtype.kind not in "biufcV":  # bfloat16 and its like are V
             raise Mismatch(f"{leaf} in {items} is of dtype {store.dtype.name}, which no model has")
         described = store.spec().to_json()["metadata"].get("attributes", {})
-        check_mark(metadata, items, leaf, described.get(MARK))
+        corruption.check_mark(metadata, items, leaf, described.get(MARK))
         found[leaf] = ArraySpec(tuple(store.shape), dtype)
     return found
 
 
 class MissingChunk(Mismatch):
-    """An array lacks a chunk, so that its values there are unknown.
-
-    In checkpoints that leave out zeros it cannot be told whether the chunk was lost.
-    """
+    """An array lacks a chunk, which in some checkpoints means zeros and in others a loss."""
 
 
 class StoredArrays:
     """The arrays of one checkpoint, by the path of their leaf.
 
-    - `items`: the folder that holds the arrays and `_METADATA`.
-
     The last array stays open, with its decoded chunks in memory. So a stack of layers in one chunk
     is read from disk once, for all its layers in turn.
-
-    Raises Mismatch without metadata.
     """
 
     def __init__(self, items: Path) -> None:
         self.items = items
-        self._metadata = read_metadata(items)
+        self._metadata = corruption.read_metadata(items)
         self._open: dict[str, ts.TensorStore] = {}  # one at most
         self._checked = set[tuple[str, int]]()  # chunks of which parts were asked for
 
     def read(self, leaf: str, *indices: Index) -> np.ndarray:
-        """A part of an array, or the whole.
-
-        - `leaf`: the path of the array.
-        - `indices`: applied one after the other; none for the whole array.
+        """A part of an array; indices apply one after the other, none is for all of it.
 
         Raises Mismatch, naming the leaf, when bytes cannot be read or decoded, or are not those
-        that this project wrote there, and MissingChunk when a chunk is missing and its values are
-        therefore unknown.
+        that this project wrote there, and MissingChunk when a chunk is missing.
         """
         with self._named(leaf):
             store = part = self._store(leaf, whole=not any(indices))
@@ -109,26 +83,22 @@ class StoredArrays:
         return found
 
     def in_order(self, leaf: str) -> Iterator[np.ndarray]:
-        """The chunks of an array as they are stored, one after the other in row-major order."""
+        """The chunks of an array as they are stored, in row-major order."""
         with self._named(leaf):
             store = self._store(leaf, whole=True)
             for box in _grid(store).touched(box_of(store.shape, ())):
                 yield np.asarray(store[box].read().result())
 
     def close(self) -> None:
-        """Releases what is held in memory."""
         self._open.clear()
 
     def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, found: np.ndarray) -> None:
-        """Raises Mismatch unless every chunk that a box overlaps has its checksum.
-
-        Chunks that lie within the box are not read a second time.
-        """
+        """Raises Mismatch unless all chunks that a box overlaps have their checksums."""
         grid, sums = _grid(store), (self._metadata.chunks or {}).get(leaf, [])
         whole = found.reshape([part.stop - part.start for part in box])
         for chunk in grid.touched(box):
             number = grid.number(chunk)
-            if contains(box, chunk):
+            if contains(box, chunk):  # not read a second time
                 values = whole[within(box, chunk)]
             elif (leaf, number) in self._checked:
                 continue
@@ -186,13 +156,9 @@ class StoredArrays:
 class NewArrays:
     """Arrays that are being written to an empty folder; `finish` makes it an Orbax checkpoint.
 
-    - `folder`: the empty folder.
-
     Each chunk ends in its crc32c, a codec of the format that every reader checks. The checksums in
     `_METADATA` show that each chunk is in its own place. All arrays of a checkpoint share a mark
     with `_METADATA`, which shows that the checksums are theirs.
-
-    Raises OSError, naming the folder, when something cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -209,13 +175,7 @@ class NewArrays:
     def create(
         self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
     ) -> None:
-        """Makes room for an array.
-
-        - `leaf`: the path of the array in the tree, keys joined by `/`.
-        - `shape`, `dtype`: of the whole array.
-        - `stacked_axes`: axes to be cut into chunks of length 1, so that each layer is written by
-          itself.
-        """
+        """Makes room for an array; along `stacked_axes` chunks have length 1."""
         stacked = set(stacked_axes)
         block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
         compressed = {"name": "zstd", "configuration": {"level": 1}}
@@ -244,16 +204,10 @@ class NewArrays:
         return leaf in self._stores
 
     def dtype(self, leaf: str) -> np.dtype:
-        """The dtype that an array was created with."""
         return self._stores[leaf].dtype.numpy_dtype
 
     def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
-        """Stores a part of an array, block by block.
-
-        - `leaf`: the path of an array that `create` has made.
-        - `index`: the part of it; empty for the whole.
-        - `array`: the values of that part.
-        """
+        """Stores the part of a created array at `index`, empty for the whole, block by block."""
         store = self._in_transaction(leaf)
         part = store[index] if index else store
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
@@ -271,11 +225,7 @@ class NewArrays:
                 part = store[index] if index else store
 
     def finish(self, empty: Iterable[str] = (), custom: Json | None = None) -> None:
-        """Writes the tree's metadata, with which the folder becomes a checkpoint.
-
-        - `empty`: paths of leaves that are None.
-        - `custom`: further metadata of this project.
-        """
+        """Writes the tree's metadata; `empty` has the paths of leaves that are None."""
         self._flush()
         tree = {}
         for leaf, store in self._stores.items():
@@ -295,7 +245,7 @@ class NewArrays:
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": {**(custom or {}), MARK: self._mark, CHUNKS: sums},
         }
-        text = json.dumps(metadata_with_checksum(metadata))
+        text = json.dumps(corruption.metadata_with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
@@ -330,7 +280,7 @@ def _grid(store: ts.TensorStore) -> Grid:
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> Json:
     """The key-value store of one array: in an OCDBT database, or in files of its own."""
     name = leaf.replace("/", ".") + "/"
-    if new or (items / MANIFEST).exists():
+    if new or (items / corruption.MANIFEST).exists():
         store: Json = {"driver": "ocdbt", "base": in_folder(items), "path": name}
         if new:
             store["config"] = {"max_inline_value_bytes": 1024}

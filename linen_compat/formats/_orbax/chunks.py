@@ -1,8 +1,7 @@
 """Which chunks of an array overlap a part of it, and checksums that tie each chunk to its place.
 
-The crc32c at the end of a chunk covers the bytes of that chunk alone: it stays valid when two
-chunks change places. So the checksums of an array's chunks are also kept apart from the array, in
-the order of the chunks' places.
+The crc32c at the end of a chunk stays valid when two chunks change places. So checksums are also
+kept apart from the array, in the order of its chunks.
 """
 
 import itertools
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 
 Index = tuple[int | slice, ...]
 Box = tuple[slice, ...]  # a part of an array, with a slice for each of its axes
@@ -20,11 +19,7 @@ Box = tuple[slice, ...]  # a part of an array, with a slice for each of its axes
 
 @dataclass(frozen=True)
 class Grid:
-    """An array that is cut into chunks, which are numbered in row-major order.
-
-    - `shape`: the shape of the array.
-    - `chunk`: the shape of a whole chunk; the last one along an axis may be cut off.
-    """
+    """An array that is cut into chunks, which are numbered in row-major order."""
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
@@ -56,11 +51,7 @@ class Grid:
 
 
 def box_of(shape: Sequence[int], indices: Sequence[Index]) -> Box:
-    """The box of an array that is selected by several indices, one after the other.
-
-    - `shape`: the shape of the array.
-    - `indices`: each applies to the axes that the one before left; slices have a step of 1.
-    """
+    """The box of an array that indices of step 1 select, each of what the one before left."""
     box = [slice(0, size) for size in shape]
     left = list(range(len(box)))
     for index in indices:
@@ -76,17 +67,12 @@ def box_of(shape: Sequence[int], indices: Sequence[Index]) -> Box:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Whether the box `outer` contains all of the box `inner`."""
     pairs = zip(outer, inner, strict=True)
     return all(a.start <= b.start and b.stop <= a.stop for a, b in pairs)
 
 
 def within(outer: Box, inner: Box) -> Box:
-    """A box in the coordinates of another one, whose first element then has index 0.
-
-    - `outer`: the box that gives the new origin.
-    - `inner`: a box within it.
-    """
+    """The box `inner` in coordinates in which the first element of `outer` has index 0."""
     pairs = zip(outer, inner, strict=True)
     return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in pairs)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._paths import in_folder, with_own_names
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._files import read_regular
@@ -29,16 +29,7 @@ STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexErr
 
 @dataclass(frozen=True)
 class Metadata:
-    """The contents of a checkpoint's `_METADATA`.
-
-    - `leaves`: the path of every array, keys joined by `/`.
-    - `ocdbt`: whether the arrays are in an OCDBT database.
-    - `zeros_left_out`: whether a missing chunk may mean zeros, as in older checkpoints.
-    - `attention_scale`: of the model, in the format `nnx`; None in other formats.
-    - `chunks`: the checksums of each array's chunks in the order of their places; None where
-      another program wrote.
-    - `mark`: the mark that the checkpoint's arrays have; None where another program wrote.
-    """
+    """The contents of a checkpoint's `_METADATA`."""
 
     leaves: tuple[str, ...]
     ocdbt: bool
@@ -49,7 +40,7 @@ class Metadata:
 
 
 def read_metadata(items: Path) -> Metadata:
-    """Reads `_METADATA` of a folder. Raises Mismatch when it is damaged or missing."""
+    """Raises Mismatch when the file is damaged or missing."""
     file = items / METADATA
     values = _read_json(file)
     custom = values.get("custom_metadata") or {}
@@ -60,7 +51,7 @@ def read_metadata(items: Path) -> Metadata:
     if {_CHECKSUM, CHUNKS, MARK} & set(custom) and custom.get(_CHECKSUM) != _checksum(values):
         raise _broken(file, "it does not match its own checksum")
     scale = custom.get("attention_scale")
-    if scale is not None and not _is_above_zero(scale):
+    if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
         raise _broken(file, f"attention_scale={scale!r} is not a number above 0")
     leaves = []
     for key, entry in tree.items():
@@ -80,12 +71,7 @@ def read_metadata(items: Path) -> Metadata:
 
 
 def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> None:
-    """Raises Mismatch unless an array and the metadata beside it belong to one checkpoint.
-
-    - `metadata`, `items`: the metadata and the folder that has them.
-    - `leaf`: the path of the array, for the message.
-    - `mark`: of the array; None where another program wrote it.
-    """
+    """Raises Mismatch unless an array with this mark and the metadata belong to one checkpoint."""
     if mark != metadata.mark:
         raise Mismatch(
             f"{items / METADATA} belongs to another checkpoint than {leaf}, or has lost its "
@@ -93,18 +79,13 @@ def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> 
         )
 
 
-def _is_above_zero(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
-
-
 def metadata_with_checksum(values: checksums.Json) -> checksums.Json:
-    """The contents of `_METADATA`, with a checksum of them among the custom metadata."""
     custom = {**(values.get("custom_metadata") or {}), _CHECKSUM: _checksum(values)}
     return {**values, "custom_metadata": custom}
 
 
 def _checksum(values: checksums.Json) -> str:
-    """The checksum of the contents of `_METADATA` without the checksum itself."""
+    """The checksum of the contents without the checksum itself."""
     custom = {k: v for k, v in (values.get("custom_metadata") or {}).items() if k != _CHECKSUM}
     return checksums.of_values({**values, "custom_metadata": custom})
 
@@ -115,10 +96,7 @@ def was_orbax(folder: Path) -> bool:
 
 
 def check_index(items: Path) -> None:
-    """Reads the small files that say where the arrays are, and the files of Orbax beside them.
-
-    Raises Mismatch, naming the file, when one of them is damaged or missing.
-    """
+    """Reads the small files that say where the arrays are, and the files of Orbax beside them."""
     _check_regular(items)
     metadata = read_metadata(items)
     if (items / SHARDING).exists():
@@ -141,7 +119,7 @@ def check_index(items: Path) -> None:
 
 
 def _check_regular(items: Path) -> None:
-    """Raises Mismatch for a pipe or a device in a checkpoint, which TensorStore would wait for."""
+    """Raises Mismatch for a pipe or a device, which TensorStore would wait for."""
     for folder, _, names in os.walk(items):
         for path in (Path(folder) / name for name in names):
             if path.exists() and not path.is_file():
@@ -149,13 +127,7 @@ def _check_regular(items: Path) -> None:
 
 
 def check_databases(items: Path) -> None:
-    """Reads the indices of every database in a checkpoint, also of single processes.
-
-    All versions that a database has are read. Files end with an index, so one that was truncated
-    shows even where it has lost nothing that the checkpoint refers to.
-
-    Raises Mismatch, naming the folder and a leaf.
-    """
+    """Reads the indices of all versions of every database, also of single processes."""
     processes = sorted(items.glob("ocdbt.process_*"))
     for folder in (items, *processes) if (items / MANIFEST).exists() else ():
         if not any(folder.glob("manifest.*")):
@@ -166,6 +138,7 @@ def check_databases(items: Path) -> None:
             )
         base = in_folder(folder)
         try:
+            # Files end with an index: a truncated one shows even where nothing in use is lost.
             manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
             for version in manifest["versions"]:
                 number = version["generation_number"]
@@ -176,11 +149,7 @@ def check_databases(items: Path) -> None:
 
 
 def unreadable(what: str, error: Exception) -> Mismatch:
-    """The error for something that cannot be read, because it is damaged or access to it is denied.
-
-    - `what`: what cannot be read, for the message.
-    - `error`: from TensorStore, whose reason becomes part of the message, or from the system.
-    """
+    """The error for what is damaged or may not be read, with the reason that `error` gives."""
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
         return Mismatch(
             f"{what} may not be read by this user, so it could not be checked; "
@@ -199,11 +168,8 @@ def _database(folder: Path, metadata: Metadata) -> str:
 def _arrays(metadata: Metadata) -> str:
     """What messages call the arrays of a checkpoint: one of them, and how many others."""
     example = next((name for name in metadata.leaves if "/" in name), "")
-    return (
-        f"{example} and {counted(len(metadata.leaves) - 1, 'other array')}"
-        if example
-        else "its arrays"
-    )
+    others = counted(len(metadata.leaves) - 1, "other array")
+    return f"{example} and {others}" if example else "its arrays"
 
 
 def _path(key: str, file: Path) -> str:

@@ -11,22 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats._names import KV_DOWN, QK_NORMS
+from linen_compat.formats._orbax import corruption, layouts
 from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
-from linen_compat.formats._orbax.corruption import (
-    METADATA,
-    check_index,
-    read_metadata,
-    unreadable,
-    was_orbax,
-)
-from linen_compat.formats._orbax.layouts import (
-    NNX,
-    SCANNED,
-    TreeLayout,
-    find_layout,
-    scale_of_maxtext,
-    slashed,
-)
+from linen_compat.formats._orbax.corruption import METADATA, unreadable
+from linen_compat.formats._orbax.layouts import NNX, slashed
 from linen_compat.formats._run_files import is_run
 from linen_compat.formats._streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch
 from nnx_pipeline import InputError
@@ -35,25 +23,14 @@ from nnx_pipeline.lab._files import local
 
 @dataclass(frozen=True)
 class Leaf:
-    """One stored array, without its values.
-
-    - `shape`: of the whole stored array, with the axes that stack the layers.
-    - `dtype`: the name of its dtype.
-    - `stored`: its path in the checkpoint's tree, keys joined by `/`.
-    """
+    """One stored array, without its values: its whole shape, its dtype's name, and its path."""
 
     shape: tuple[int, ...]
     dtype: str
     stored: str
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def spec(self) -> ArraySpec:
-        """Shape and dtype."""
         return ArraySpec(self.shape, np.dtype(jnp.dtype(self.dtype)))
 
 
@@ -64,21 +41,13 @@ Leaves = dict[str, Leaf]
 class Inspection:
     """The layout and the leaves of a checkpoint.
 
-    - `items`: the folder that holds the arrays.
-    - `layout`: the format of the checkpoint, and how it stacks its layers.
-    - `parameters`: leaves by their paths below `params/params`, or below `model` in the format
-      `nnx`.
-    - `moments`: leaves by the same paths, for each of `mu` and `nu` that is there.
-    - `scalars`: leaves by the names of `streams.SCALARS`.
-    - `ignored`: leaves of no use, by their whole paths: the state of random number generators, and
-      for `parameters_alone` the state of the optimizer.
-    - `unknown`: all other leaves, by their whole paths.
-    - `attention_scale`: `model.attention_scale` of the saved model; for MaxText from
-      `layouts.scale_of_maxtext`. None with latent attention, where the config says it.
+    Parameters and moments are by their paths below `params/params`, or below `model` in the format
+    `nnx`; scalars by the names of `streams.SCALARS`; ignored and unknown leaves by whole paths.
+    `attention_scale` is None with latent attention, where the config says it.
     """
 
     items: Path
-    layout: TreeLayout
+    layout: layouts.TreeLayout
     parameters: Leaves
     moments: dict[str, Leaves]
     scalars: Leaves
@@ -88,13 +57,11 @@ class Inspection:
 
     @property
     def is_latent(self) -> bool:
-        """Whether the layers have multi-head latent attention."""
-        return any(map(_is_latent, self.parameters))
+        return self.attention_scale is None
 
     @property
     def parameter_count(self) -> int:
-        """The number of parameters, counting each element of each array."""
-        return sum(leaf.size for leaf in self.parameters.values())
+        return sum(math.prod(leaf.shape) for leaf in self.parameters.values())
 
     @property
     def other(self) -> Leaves:
@@ -109,10 +76,9 @@ class Inspection:
 
     @property
     def other_optimizer(self) -> str | None:
-        """A sentence about the state of an optimizer other than AdamW; None where there is none.
+        """A sentence about the state of another optimizer than AdamW, if any.
 
-        A state with both moments and no other leaf counts as AdamW's. If it is not complete, it is
-        damaged.
+        A state with both moments and no other leaf is AdamW's. If not complete, it is damaged.
         """
         known = len(self.moments) == len(MOMENTS)
         if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
@@ -125,7 +91,7 @@ class Inspection:
 
     @property
     def parameters_alone(self) -> "Inspection":
-        """The same checkpoint with the optimizer's state among the leaves of no use."""
+        """The same with the optimizer's state among the leaves of no use."""
         state = self.optimizer
 
         def rest(leaves: Leaves) -> Leaves:
@@ -140,13 +106,8 @@ class Inspection:
         )
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts that a `streams.LayerSource` of this checkpoint has."""
-        return (PARAMETERS, *self.moments)
-
-    def part(self, part: str) -> Leaves:
-        """The leaves of one part, such as `PARAMETERS`."""
-        return self.parameters if part == PARAMETERS else self.moments[part]
+    def parts(self) -> dict[str, Leaves]:
+        return {PARAMETERS: self.parameters, **self.moments}
 
 
 # Where the state of an optimizer is, and the end of a path that names its parameter.
@@ -157,41 +118,34 @@ _OF_PARAMETER = re.compile(
 )
 
 
-def optimizer_names(state: Leaves) -> list[str]:
-    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once.
+_CURE = "give a run, a step or its folder of arrays"
 
-    - `state`: its leaves, by their whole paths.
-    """
+
+def optimizer_names(state: Leaves) -> list[str]:
+    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once."""
     return list(dict.fromkeys(_OF_PARAMETER.sub("", name) for name in state))
 
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder, cure = local(checkpoint), "give a run, a step or its folder of arrays"
+    folder = local(checkpoint)
     if not str(checkpoint):
-        raise InputError(f"the checkpoint's name is empty; {cure}")
+        raise InputError(f"the checkpoint's name is empty; {_CURE}")
     if not folder.is_dir():
         why = "is a file and not a folder" if folder.exists() else "does not exist"
-        raise InputError(f"{folder} {why}; {cure}")
+        raise InputError(f"{folder} {why}; {_CURE}")
     return folder
 
 
 def find_items(checkpoint: str | Path) -> Path:
-    """The folder that holds the arrays of a checkpoint.
+    """The folder that holds the arrays of a checkpoint: a run, a step, or that folder itself.
 
-    - `checkpoint`: a run, of which the latest step is taken, one step, or the folder of the arrays
-      itself. A step has its arrays in the step folder, in `items`, or in the only other folder with
-      arrays, such as `default` or `state`.
-
-    Names alone decide which step is the latest; an earlier one is never taken instead.
-
+    Names alone decide which step of a run is the latest; an earlier one is never taken instead.
     Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
-    and Mismatch, naming the step or the file, when there is one that was not written to its end,
-    has lost its metadata or cannot be read.
+    and Mismatch when there is one that is not complete or cannot be read.
     """
     folder = existing_folder(checkpoint).absolute()
-    steps = _steps(folder)
-    if steps:
+    if steps := _steps(folder):
         return _items_of_latest(steps)
     try:
         if found := _items_in(folder):
@@ -199,12 +153,12 @@ def find_items(checkpoint: str | Path) -> Path:
     except OSError as error:
         raise unreadable(str(folder / METADATA), error) from error
     for candidate in (folder / "items", *sorted(folder.iterdir()), folder):
-        if was_orbax(candidate):
+        if corruption.was_orbax(candidate):
             raise Mismatch(
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
             )
-    cure = "give a run, a step or its folder of arrays"
+    cure = _CURE
     if (folder / "config.json").is_file():
         cure = (
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
@@ -220,12 +174,12 @@ def is_orbax(checkpoint: str | Path) -> bool:
     """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
     folder = local(checkpoint)
     return folder.is_dir() and (
-        bool(_steps(folder)) or any(_is_store(place) for place in (folder, *folder.iterdir()))
+        bool(_steps(folder))
+        or any(
+            (place / METADATA).is_file() or corruption.was_orbax(place)
+            for place in (folder, *folder.iterdir())
+        )
     )
-
-
-def _is_store(folder: Path) -> bool:
-    return (folder / METADATA).is_file() or was_orbax(folder)
 
 
 def _items_in(folder: Path) -> Path | None:
@@ -253,7 +207,7 @@ def _steps(run: Path) -> list[Path]:
 
 
 def _items_of_latest(steps: list[Path]) -> Path:
-    """The folder with the arrays of the last step; raises Mismatch where it cannot be read."""
+    """The folder with the arrays of the last step; Mismatch where it cannot be read."""
     step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
     example = f", such as {earlier[-1]}" if earlier else ""
     give = f"give another step by its name{example}"
@@ -291,32 +245,27 @@ def _has_metadata(folder: Path) -> bool:
 
 
 def inspect(checkpoint: str | Path) -> Inspection:
-    """Reads names, shapes and dtypes of a checkpoint, and works out its layout.
-
-    - `checkpoint`: as for `find_items`.
-
-    Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
-    layout of MaxText's decoder.
-    """
+    """Reads names, shapes and dtypes of a checkpoint, and works out its layout."""
     items = find_items(checkpoint)
-    check_index(items)  # names what is lost more clearly than opening an array does
+    corruption.check_index(items)  # names what is lost more clearly than opening an array does
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, spec in array_specs(items).items():
         group, name = _group(stored)
-        first = found.get(group, {}).get(name)
-        if first is not None:
+        leaves = found.setdefault(group, {})
+        if name in leaves:
             raise Mismatch(
-                f"{items} holds {name} twice, as {first.stored} and as {stored}; "
+                f"{items} holds {name} twice, as {leaves[name].stored} and as {stored}; "
                 "take a checkpoint that holds only one of them"
             )
-        found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
+        leaves[name] = Leaf(spec.shape, str(spec.dtype), stored)
     _check_step(items, found["scalars"])
     parameters = found[PARAMETERS]
     if not parameters:
-        raise _of_another_model(items, [leaf.stored for leaf in found["unknown"].values()])
-    layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
-    scale = read_metadata(items).attention_scale
-    latent = any(map(_is_latent, parameters))
+        raise _of_another_model(items, found["unknown"])
+    layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
+    scale = corruption.read_metadata(items).attention_scale
+    of_latent = (KV_DOWN.linen, slashed(KV_DOWN.nnx))  # only latent attention has this parameter
+    latent = any(path.endswith(of_latent) for path in parameters)
     if layout.format == NNX and scale is None and not latent:
         raise Mismatch(
             f"{items / METADATA} does not say the attention_scale that the query kernels are for: "
@@ -348,13 +297,10 @@ def _check_step(items: Path, scalars: Leaves) -> None:
         )
 
 
-def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
-    """The error for a tree in which no parameter is found by its name.
-
-    - `stored`: the paths of its leaves.
-    """
-    names = list(dict.fromkeys(name.split("/")[0] for name in stored))
-    if any(name.startswith("pipeline/layers/") for name in stored):
+def _of_another_model(items: Path, unknown: Leaves) -> Mismatch:
+    """The error for a tree in which no parameter is found by its name."""
+    names = list(dict.fromkeys(name.split("/")[0] for name in unknown))
+    if any(name.startswith("pipeline/layers/") for name in unknown):
         cure = (
             "Orbax alone wrote a model of this project: restore it by Orbax into nnx.state of a "
             "model of its config, and save that by linen_compat.save"
@@ -367,19 +313,11 @@ def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
     )
 
 
-def _is_latent(path: str) -> bool:
-    """Whether only latent attention has a parameter of this path."""
-    return path.endswith((KV_DOWN.linen, slashed(KV_DOWN.nnx)))
-
-
-def _scale_of_maxtext(parameters: Leaves, layout: TreeLayout) -> float:
-    """The attention scale of a checkpoint of MaxText with these parameters."""
-    name = QK_NORMS[0].linen
-    shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
-    shape = next(shapes, None)
-    if not shape:
-        return scale_of_maxtext(None)
-    return scale_of_maxtext(shape[0] if layout.format == SCANNED else shape[-1])
+def _scale_of_maxtext(parameters: Leaves, layout: layouts.TreeLayout) -> float:
+    norm = f"/{QK_NORMS[0].linen}"
+    shape = next((leaf.shape for path, leaf in parameters.items() if path.endswith(norm)), ())
+    axis = 0 if layout.format == layouts.SCANNED else -1
+    return layouts.scale_of_maxtext(shape[axis] if shape else None)
 
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's

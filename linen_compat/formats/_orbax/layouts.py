@@ -1,29 +1,12 @@
-"""Where each layout stores each layer of each parameter: names and indices, no arrays.
-
-Layers are numbered in the order in which a token passes them, from 0 before the pipeline and again
-from 0 in it. One layer of one parameter is one slot: a stored array and an index into it. To
-convert a checkpoint to another layout, the slots of one layout are read and those of the other
-written.
-"""
+"""Where each layout stores each layer of each parameter: names and indices, no arrays."""
 
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from linen_compat.formats._names import (
-    ATTENTION,
-    EXPERTS,
-    EXPERTS_OF_DEEPSEEK,
-    EXPERTS_OF_QWEN3,
-    LATENT_ATTENTION,
-    MLP,
-    NORMS,
-    PLAIN_QUERY,
-    QK_NORMS,
-    Names,
-    of_model,
-)
+from linen_compat.formats import _names as naming
+from linen_compat.formats._names import QK_NORMS, Names, of_model
 from linen_compat.formats._streams import ArraySpec, Mismatch
 from nnx_pipeline.lab.errors import InputError, counted, one_of
 
@@ -38,31 +21,31 @@ _NNX_LAYERS = "pipeline/layers"
 _NNX_EARLY = "dense_layers"
 # MaxText's groups of layers: most models have `layers`, DeepSeek's the other two.
 _LATER_GROUPS = ("layers", "moe_layers")
-Stacks = Counter[tuple[int, ...]]  # how often each tuple of stacking axes occurs
-# The number of axes of each parameter in one layer; further axes stack layers.
+
+
+def _rank(name: str) -> int:
+    """The number of axes of a parameter in one layer, by its name in MaxText."""
+    if name.endswith(("scale", "bias")):
+        return 1
+    if name.startswith("self_attention/"):
+        return 2 if name.endswith("_a/kernel") else 3
+    return 2 if name.endswith("kernel") else 3  # stacks of experts are no kernels by their names
+
+
+# Of names that are equal in NNX, the first that leaves axes to stack layers counts.
 _RANKS = {
-    **dict.fromkeys((*NORMS, *QK_NORMS), 1),
-    **dict.fromkeys(ATTENTION, 3),
-    **{names: 2 if "gate/kernel" in names.linen else 3 for names in (*EXPERTS, *EXPERTS_OF_QWEN3)},
-    **dict.fromkeys(MLP, 2),
-    **{
-        names: 1 if "norm" in names.linen else 2 if "_a/kernel" in names.linen else 3
-        for names in (*LATENT_ATTENTION, PLAIN_QUERY[0])
-    },
-    **{
-        names: 1 if names.linen.endswith("bias") else 2 if names.linen.endswith("kernel") else 3
-        for names in EXPERTS_OF_DEEPSEEK
-    },
+    names: _rank(names.linen)
+    for names in (
+        *(*naming.NORMS, *QK_NORMS, *naming.ATTENTION, *naming.EXPERTS, *naming.EXPERTS_OF_QWEN3),
+        *(*naming.MLP, *naming.LATENT_ATTENTION, naming.PLAIN_QUERY[0]),
+        *naming.EXPERTS_OF_DEEPSEEK,
+    )
 }
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one layer of one parameter is stored.
-
-    - `leaf`: the path of a stored array.
-    - `index`: the index of the layer in that array; empty where it holds nothing else.
-    """
+    """The path of a stored array, and the index of one layer in it, if it holds others too."""
 
     leaf: str
     index: tuple[int | slice, ...] = ()
@@ -70,23 +53,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """How a tree of parameters stores its layers.
-
-    - `format`: one of `FORMATS`.
-    - `num_layers`: the number of layers of the model.
-    - `stages`: the number of stages of the pipeline; 1 for unscanned and scanned trees.
-    - `repeats`: how often a microbatch passes through all stages; 1 for unscanned and scanned
-      trees.
-    - `num_dense_layers`: how many of the layers are dense ones before the pipeline.
+    """How a tree of parameters stores its layers, numbered from 0 within each kind.
 
     Of the layers of the pipeline, layer = (repeat · stages + stage) · layers_per_stage + j.
     `maxtext:pipelined` has one array per j with leading axes `[repeats, stages]`, or `[stages]`
     with one repeat; `nnx` has one array with leading axes `[repeats, stages, layers_per_stage]`.
     The layers before the pipeline are scanned in both: with their axis first in `nnx`, and second
-    in `maxtext:pipelined`.
-
-    Raises InputError for an unknown format, for stages or repeats where the format has none, and
-    when the number of layers does not divide into them.
+    in `maxtext:pipelined`. Unscanned and scanned trees have one stage and one repeat.
     """
 
     format: str
@@ -119,29 +92,24 @@ class TreeLayout:
 
     @property
     def layers_per_stage(self) -> int:
-        """How many consecutive layers a stage applies at each visit."""
         return self.num_pipeline_layers // (self.stages * self.repeats)
 
     @property
     def num_pipeline_layers(self) -> int:
-        """How many layers are stacked by stages and repeats: all but the dense first ones."""
+        """All layers but the dense ones before the pipeline."""
         return self.num_layers - self.num_dense_layers
 
     def count(self, names: Names) -> int:
-        """How many layers have a parameter: those before the pipeline, or those in it."""
+        """How many layers have a parameter."""
         return self.num_dense_layers if names.is_early else self.num_pipeline_layers
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """The repeat and the stage of a layer of the pipeline, and its place within the stage."""
+        """The repeat and the stage of a layer of the pipeline, and its place in the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
 
     def slot(self, names: Names, layer: int | None) -> Slot:
-        """Where one layer of a parameter is stored.
-
-        - `names`: the names of the parameter.
-        - `layer`: the number of the layer within its kind, from 0; None outside the layers.
-        """
+        """Where a layer is stored, by its number within its kind; None is outside the layers."""
         if layer is None:
             return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
         if self.format == UNSCANNED:
@@ -158,42 +126,33 @@ class TreeLayout:
         at = (repeat, stage) if self.repeats > 1 else (stage,)
         return Slot(f"{_PIPELINE}/{inner}{names.linen}", at)
 
-    def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored array of a parameter whose layers have this shape each.
-
-        - `names`: the names of a parameter of the layers.
-        """
+    def _stack(self, names: Names) -> tuple[int, tuple[int, ...]]:
+        """The first of the axes that stack layers in a stored array, and the sizes of these."""
         if self.format == UNSCANNED:
-            return shape
-        if self.format == NNX and names.is_early:
-            return (self.num_dense_layers, *shape)
-        if self.format == SCANNED or names.is_early:
-            return (*shape[:SCAN_AXIS], self.count(names), *shape[SCAN_AXIS:])
+            return 0, ()
         if self.format == NNX:
-            return (self.repeats, self.stages, self.layers_per_stage, *shape)
-        return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
+            whole = (self.repeats, self.stages, self.layers_per_stage)
+            return 0, (self.num_dense_layers,) if names.is_early else whole
+        if self.format == SCANNED or names.is_early:
+            return SCAN_AXIS, (self.count(names),)
+        return 0, (self.repeats, self.stages) if self.repeats > 1 else (self.stages,)
+
+    def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stored array of layers that have this shape each."""
+        axis, sizes = self._stack(names)
+        return (*shape[:axis], *sizes, *shape[axis:])
 
     def stacked_axes(self, names: Names) -> range:
-        """The axes of a stored array along which layers are stacked."""
-        if self.format == UNSCANNED:
-            return range(0)
-        if self.format == NNX:
-            return range(1 if names.is_early else 3)
-        if self.format == SCANNED or names.is_early:
-            return range(SCAN_AXIS, SCAN_AXIS + 1)
-        return range(2 if self.repeats > 1 else 1)
+        axis, sizes = self._stack(names)
+        return range(axis, axis + len(sizes))
 
     def unstacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one layer has in a stored array of this shape: undoes `stacked`."""
+        """The shape that one layer has in a stored array of this shape."""
         axes = self.stacked_axes(names)
         return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
     def leaves(self, arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-        """Every stored array of a model, by its path.
-
-        - `arrays`: the parameters by NNX path; those of the layers as in one layer. Without a head,
-          the embeddings are tied.
-        """
+        """Every stored array by its path, from parameters by NNX path as in one layer."""
         outside, of_layers = of_model(arrays)
         found = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
         for names in of_layers:
@@ -211,13 +170,10 @@ class TreeLayout:
 
 
 def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
-    """The `model.attention_scale` with which MaxText's models without latent attention compute.
-
-    - `head_dim_of_norm`: the size of a head in a model with QK norm; None for a model without.
+    """The `model.attention_scale` of MaxText's models without latent attention.
 
     It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
-    undo that, so models with QK norm multiply by the factor after the norm. With latent attention
-    the config says the factor (`maxtext.deepseek`).
+    undo that, so models with QK norm multiply by the factor after the norm.
     """
     return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
 
@@ -230,29 +186,20 @@ def slashed(nnx_path: str) -> str:
 def find_layout(
     shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint"
 ) -> TreeLayout:
-    """The layout of a tree, worked out from the names and shapes of its arrays.
+    """The layout of a tree, from shapes by path below `params/params`, or below `model`.
 
-    - `shapes`: the shape of each array by its path below `params/params`, or below `model` for
-      `nnx`.
-    - `where`: what messages call the checkpoint.
-
-    The sizes of the stacking axes that occur most often count, so that one array of another shape
-    than the rest does not change the answer.
-
-    Raises Mismatch when there are no layers of MaxText's decoder, or when they are stacked in a way
-    that cannot be read.
+    What most arrays say counts, so that one of another shape changes nothing.
     """
     _refuse_what_is_outside(shapes)
     dense = _dense_layers(shapes)
-    if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
-        (repeats, stages, per_stage), _ = leading.most_common(1)[0]
+    if axes := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
+        repeats, stages, per_stage = axes
         return TreeLayout(NNX, repeats * stages * per_stage + dense, stages, repeats, dense)
-    if leading := _leading(shapes, f"{_PIPELINE}/"):
-        return _pipelined(shapes, leading, dense)
+    if axes := _leading(shapes, f"{_PIPELINE}/"):
+        return _pipelined(shapes, axes, dense)
     for group in _LATER_GROUPS:
-        if scanned := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
-            layers = scanned.most_common(1)[0][0][0]
-            return TreeLayout(SCANNED, layers + dense, num_dense_layers=dense)
+        if axes := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
+            return TreeLayout(SCANNED, axes[0] + dense, num_dense_layers=dense)
         if apart := _apart(shapes, f"decoder/{group}_"):
             return TreeLayout(UNSCANNED, apart + dense, num_dense_layers=dense)
     raise Mismatch(
@@ -262,11 +209,9 @@ def find_layout(
 
 
 def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    if leading := _leading(shapes, f"{_NNX_EARLY}/", nnx=True):
-        return leading.most_common(1)[0][0][0]
-    if leading := _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS):
-        return leading.most_common(1)[0][0][0]
-    return _apart(shapes, f"decoder/{_NNX_EARLY}_")
+    axes = _leading(shapes, f"{_NNX_EARLY}/", nnx=True)
+    axes = axes or _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS)
+    return axes[0] if axes else _apart(shapes, f"decoder/{_NNX_EARLY}_")
 
 
 def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
@@ -275,13 +220,9 @@ def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
     return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
 
 
-def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: int) -> TreeLayout:
-    """The layout of a pipelined tree.
-
-    - `leading`: how often each tuple of stacking axes occurs.
-    - `dense`: how many layers are before the pipeline.
-    """
-    axes, _ = leading.most_common(1)[0]
+def _pipelined(
+    shapes: Mapping[str, tuple[int, ...]], axes: tuple[int, ...], dense: int
+) -> TreeLayout:
     if len(axes) > 2:
         example = next(name for name in shapes if name.startswith(_PIPELINE))
         raise Mismatch(
@@ -296,9 +237,9 @@ def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: in
 
 def _leading(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
-) -> Stacks:
-    """The stacking axes of the arrays below `prefix`, with how often each occurs."""
-    found: Stacks = Counter()
+) -> tuple[int, ...]:
+    """The sizes of the stacking axes that most arrays below `prefix` have; () without any."""
+    found = Counter[tuple[int, ...]]()
     for name, shape in shapes.items():
         if not name.startswith(prefix):
             continue
@@ -308,11 +249,11 @@ def _leading(
             if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
                 found[shape[axis : axis + extra]] += 1
                 break
-    return found
+    return found.most_common(1)[0][0] if found else ()
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises Mismatch for layers outside the pipeline, and for scanned layers of a stage."""
+    """Raises Mismatch for layers outside the pipeline, and scanned ones of a stage."""
     piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
     for name in shapes:
         if "layers_outside_pipeline" in name or (

@@ -6,22 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names, of_model
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._names import PATHS_OUTSIDE, QK_NORMS, Names, of_model
 from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
 from linen_compat.formats._orbax.corruption import check_databases
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
-from linen_compat.formats._streams import (
-    MOMENTS,
-    PARAMETERS,
-    SCALARS,
-    ArraySpec,
-    LayerSource,
-    Mismatch,
-    array_title,
-    scale_in_arrays,
-)
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, array_title
 
 _PREFIXES = {
     "maxtext": {
@@ -33,10 +25,7 @@ _PREFIXES = {
 
 
 def names_by_path(arrays: Mapping[str, object]) -> dict[str, Names]:
-    """The names of each parameter of a model by its NNX path.
-
-    - `arrays`: the arrays of the model by NNX path; only the paths count.
-    """
+    """The names of each parameter of a model with these NNX paths."""
     return {names.nnx: names for group in of_model(arrays) for names in group}
 
 
@@ -47,29 +36,15 @@ def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
 
 
 class OrbaxSource:
-    """A checkpoint as a stream of layers, once `comparison.compare_leaves` has found it complete.
-
-    See `streams.LayerSource`.
-    """
+    """A checkpoint as a `LayerSource`, once `compare_leaves` has found it complete."""
 
     def __init__(
-        self,
-        found: Inspection,
-        arrays: Mapping[str, ArraySpec],
-        *,
-        parameters_only: bool = False,
+        self, found: Inspection, arrays: Mapping[str, ArraySpec], *, parameters_only: bool = False
     ) -> None:
-        """Reads metadata alone.
-
-        - `found`: what the checkpoint holds.
-        - `arrays`: the model's arrays as from `comparison.model_arrays`; their dtypes are replaced
-          by those that are stored.
-        - `parameters_only`: whether to leave out the optimizer's state. The step is kept, unless
-          its chunk is missing.
-        """
+        """`arrays` are the model's; their dtypes are replaced by those that are stored."""
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.num_dense_layers = found.layout.num_dense_layers
-        self.parts = (PARAMETERS,) if parameters_only else found.parts
+        self.parts = (PARAMETERS,) if parameters_only else tuple(found.parts)
         self._found, self._names = found, names_by_path(arrays)
         self._files = StoredArrays(found.items)
         self.attention_scale = found.attention_scale
@@ -80,10 +55,7 @@ class OrbaxSource:
 
     @functools.cached_property
     def scalars(self) -> Mapping[str, np.ndarray]:
-        """The scalars as in `streams.LayerSource`.
-
-        They are read at the first access, because a model alone needs none.
-        """
+        """Read at the first access, because a model alone needs none."""
         if not self._parameters_only:
             return read_scalars(self._found)
         step = self._found.scalars.get("step")
@@ -97,80 +69,47 @@ class OrbaxSource:
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         names = self._names[path]
-        slot = self.layout.slot(names, None if names in OUTSIDE else 0)
-        return self._found.part(part)[slot.leaf].spec.dtype
+        slot = self.layout.slot(names, None if path in PATHS_OUTSIDE else 0)
+        return self._found.parts[part][slot.leaf].spec.dtype
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """An array or a part of it; see `streams.LayerSource.read`.
-
-        - `index`: the part of the array; the whole by default.
-        """
         slot = self.layout.slot(self._names[path], layer)
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
-        """The chunks of the stored array that holds a parameter, in row-major order.
-
-        - `path`, `layer`: as in `streams.LayerSource.read`.
-
-        That array may hold other layers too; their chunks are given as well.
-        """
+        """The chunks of the whole stored array that holds a layer, in row-major order."""
         return self._files.in_order(self.name(path, layer))
 
     def check_files(self) -> None:
-        """Looks for truncated files that reading every array does not find.
-
-        Call it after reading every array, since an error of reading names the array that is lost.
-        """
+        """To be called after reading every array: those errors name what is lost."""
         check_databases(self._found.items)
 
     def close(self) -> None:
-        """Releases the array that was read last."""
         self._files.close()
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        return self._found.part(part)[self.layout.slot(self._names[path], layer).leaf].stored
+        return self._found.parts[part][self.layout.slot(self._names[path], layer).leaf].stored
 
 
 class OrbaxDestination:
-    """A new Orbax checkpoint, of MaxText or of this project. See `streams.LayerDestination`."""
+    """A new Orbax checkpoint, of MaxText or of this project, as a `LayerDestination`."""
 
     parts: tuple[str, ...] = (PARAMETERS, *MOMENTS)
 
-    def __init__(
-        self,
-        folder: Path,
-        layout: TreeLayout,
-        arrays: Mapping[str, ArraySpec],
-        *,
-        attention_scale: float | None = 1.0,
-    ) -> None:
-        """Prepares to write; nothing is written yet.
-
-        - `folder`: an empty folder.
-        - `layout`: where each layer goes.
-        - `arrays`: shape and dtype of the arrays to be written, by NNX path.
-        - `attention_scale`: the model's own, which the format `nnx` stores, unless it is None.
-          MaxText's formats have the scale of `layouts.scale_of_maxtext`.
-        """
-        self.layout = layout
+    def __init__(self, source: streams.LayerSource, folder: Path, layout: TreeLayout) -> None:
+        """Has a place for all arrays of a source. The folder is empty."""
+        self.layout, self._arrays = layout, source.arrays
         self._family = "nnx" if layout.format == NNX else "maxtext"
-        norm = arrays.get(QK_NORMS[0].nnx)
-        of_maxtext = scale_in_arrays(
-            arrays, scale_of_maxtext(None if norm is None else norm.shape[0])
-        )
-        self.attention_scale = attention_scale if self._family == "nnx" else of_maxtext
-        self._names = names_by_path(arrays)
+        self.attention_scale = source.attention_scale  # which `nnx` stores
+        if self._family == "maxtext":
+            norm = self._arrays.get(QK_NORMS[0].nnx)
+            scale = scale_of_maxtext(None if norm is None else norm.shape[0])
+            self.attention_scale = streams.scale_in_arrays(self._arrays, scale)
+        self._names = names_by_path(self._arrays)
         self._files = NewArrays(folder)
         self._written = set[tuple[str, str, int | None]]()
-        self._arrays = tuple(arrays)
-
-    @classmethod
-    def like(cls, source: LayerSource, folder: Path, layout: TreeLayout) -> "OrbaxDestination":
-        """A destination for all arrays of a source."""
-        return cls(folder, layout, source.arrays, attention_scale=source.attention_scale)
 
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
@@ -185,7 +124,7 @@ class OrbaxDestination:
                 axes = self.layout.stacked_axes(names)
             self._files.create(leaf, shape, array.dtype, axes)
         if array.dtype != self._files.dtype(leaf):
-            raise Mismatch(
+            raise streams.Mismatch(
                 f"{array_title(path, layer, part)} is {array.dtype} and another layer of it is "
                 f"{self._files.dtype(leaf)}, but {leaf} can only have one dtype; "
                 "use linen_compat.load, which casts to model.param_dtype, and linen_compat.save"
@@ -194,15 +133,12 @@ class OrbaxDestination:
         self._written.add((part, path, layer))
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes the scalars and the metadata, which make the folder a checkpoint.
-
-        Raises RuntimeError when a layer of an array was never written.
-        """
+        """Raises RuntimeError when a layer of an array was never written."""
         self._check_complete()
         paths = SCALAR_PATHS[self._family]
         if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
             scalars = {"schedule_count": scalars["count"], **scalars}
-        for name in SCALARS:
+        for name in streams.SCALARS:
             if name in scalars:
                 value = np.asarray(scalars[name])
                 self._files.create(paths[name], (), value.dtype)
@@ -214,11 +150,9 @@ class OrbaxDestination:
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
-        """Raises RuntimeError when a part that was begun lacks a layer."""
-        outside = {names.nnx for names in OUTSIDE}
         for part in {part for part, _, _ in self._written}:
             for path in self._arrays:
-                layers = [None] if path in outside else self.layout.order(self._names[path])
-                absent = [layer for layer in layers if (part, path, layer) not in self._written]
-                if absent:
-                    raise RuntimeError(f"{array_title(path, absent[0], part)} was never written")
+                inside = path not in PATHS_OUTSIDE
+                for layer in self.layout.order(self._names[path]) if inside else (None,):
+                    if (part, path, layer) not in self._written:
+                        raise RuntimeError(f"{array_title(path, layer, part)} was never written")

@@ -16,11 +16,7 @@ Keys = Mapping[str, Any]  # of config.json, with their values; or fields of `Mod
 
 
 class Allowed(NamedTuple):
-    """The values of a key with which a model is computed here.
-
-    - `values`: the first one is written; none at all stands for any value.
-    - `reason`: why there are no others, for messages.
-    """
+    """The values of a key that are computed here (none: any; the first is written), and why."""
 
     values: tuple[object, ...]
     reason: str
@@ -40,9 +36,8 @@ PLAIN_ROUTER: Keys = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of `transformers`.
+    """One class of `transformers`, with its `name` and `model_type` of `config.json`.
 
-    - `name`, `model_type`: as in `config.json`.
     - `absent`: the values that transformers assumes for absent keys.
     - `experts`: the keys of experts and of latent attention, with their fields of `ModelConfig`;
       none for a dense model.
@@ -50,12 +45,8 @@ class Architecture:
     - `other_names`: keys by their names in other versions of transformers.
     - `only`: keys of this class alone, with their supported values. An absent key has the value of
       `absent`, or else the first supported one.
-    - `qk_norm`: whether queries and keys are normalised.
-    - `is_written`: whether models without a window are written as this class; else they are written
-      as an equal one.
-    - `reads_window`: whether it has a sliding window.
+    - `is_written`: whether models without a window are written as this class, not as an equal one.
     - `heads_divide`: whether transformers asks that the heads divide the residual stream's width.
-    - `latent`: whether it has multi-head latent attention.
     """
 
     name: str
@@ -73,7 +64,6 @@ class Architecture:
 
     @property
     def is_routed(self) -> bool:
-        """Whether the layers have experts."""
         return bool(self.experts)
 
 
@@ -83,16 +73,13 @@ _OF_QWEN3: Only = {
     "max_window_layers": Allowed((), "it has no effect without use_sliding_window"),
 }
 _ROUTED_EVERYWHERE = "every layer is routed here"
+_ABSENT: Keys = {"rms_norm_eps": 1e-6, "rope_theta": 1e4}
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     absent={
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        LONGEST: 131_072,
+        **{"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, LONGEST: 131_072},
     },
     experts={"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"},
     reads_window=True,
@@ -100,32 +87,20 @@ MIXTRAL = Architecture(
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
-    absent={"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": None, LONGEST: 2048},
+    absent={**_ABSENT, "num_key_value_heads": None, LONGEST: 2048},
     heads_divide=True,
 )
 MISTRAL = Architecture(
     name="MistralForCausalLM",
     model_type="mistral",
-    absent={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 8,
-        WINDOW: 4096,
-        LONGEST: 131_072,
-    },
+    absent={**_ABSENT, "num_key_value_heads": 8, WINDOW: 4096, LONGEST: 131_072},
     is_written=False,  # as a Llama, which computes the same
     reads_window=True,
 )
 QWEN3 = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    absent={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        LONGEST: 32_768,
-    },
+    absent={**_ABSENT, "num_key_value_heads": 32, "head_dim": 128, LONGEST: 32_768},
     only=_OF_QWEN3,
     qk_norm=True,
 )
@@ -133,14 +108,8 @@ QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     absent={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-        LONGEST: 32_768,
+        **{**_ABSENT, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"moe_intermediate_size": 768, "norm_topk_prob": False, LONGEST: 32_768},
     },
     experts={
         "num_experts": "num_experts",
@@ -168,6 +137,10 @@ _LATENT_KEYS = {
     "qk_rope_head_dim": "rope_head_dim",
     "v_head_dim": "value_head_dim",
 }
+_ABSENT_IN_LATENT: Keys = {
+    **{**_ABSENT, "kv_lora_rank": 512, "q_lora_rank": 1536},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
 _OF_LATENT: Only = {
     # transformers normalises latent vectors with this one whatever the key says.
     "rms_norm_eps": Allowed((1e-6,), "transformers has this value in the norms of latent vectors"),
@@ -184,22 +157,10 @@ DEEPSEEK_V2 = Architecture(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     absent={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": None,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": None,
-        "moe_intermediate_size": 1407,
-        "n_shared_experts": 2,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "topk_method": "greedy",
-        LONGEST: 2048,
+        **_ABSENT_IN_LATENT,
+        **{"num_key_value_heads": None, "n_routed_experts": 64, "num_experts_per_tok": None},
+        **{"moe_intermediate_size": 1407, "n_shared_experts": 2, "routed_scaling_factor": 1.0},
+        **{"first_k_dense_replace": 0, "topk_method": "greedy", LONGEST: 2048},
     },
     experts=_LATENT_KEYS,
     other_names={"num_experts": "n_routed_experts"},
@@ -225,25 +186,11 @@ DEEPSEEK_V3 = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     absent={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "norm_topk_prob": True,
-        "n_group": 8,
-        "topk_group": 4,
-        "rope_interleave": True,
-        LONGEST: 4096,
+        **_ABSENT_IN_LATENT,
+        **{"num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8},
+        **{"moe_intermediate_size": 2048, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        **{"first_k_dense_replace": 3, "norm_topk_prob": True, "n_group": 8, "topk_group": 4},
+        **{"rope_interleave": True, LONGEST: 4096},
     },
     experts={
         **_LATENT_KEYS,
@@ -267,10 +214,7 @@ ARCHITECTURES = {
 
 
 def written_as(model: ModelConfig) -> Architecture:
-    """The class that a model is written as.
-
-    Raises InputError for a sliding window that no class has beside what else the model has.
-    """
+    """The class that a model is written as."""
     windowed = model.sliding_window is not None
     if model.kv_lora_rank is not None and not windowed:
         return DEEPSEEK_V2 if model.router_score == "softmax" else DEEPSEEK_V3

@@ -1,8 +1,4 @@
-"""Folders of safetensors, one file or several with an index, read and written tensor by tensor.
-
-The library that reads such files can write them only from memory as a whole. So the writer here
-lays the files out itself: eight bytes with the length of a JSON header, the header, the tensors.
-"""
+"""Folders of safetensors, one file or several with an index, read and written tensor by tensor."""
 
 import contextlib
 import json
@@ -13,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats._orbax.corruption import unreadable
 from linen_compat.formats._streams import ArraySpec, Mismatch
 from linen_compat.formats.huggingface._architectures import CONFIG_FILE
@@ -42,11 +38,6 @@ def holds_tensors(folder: Path) -> bool:
 class TensorFolder:
     """The tensors of a folder, by name. `specs` has the shape and dtype of each.
 
-    - `folder`: a folder with `ONE_FILE`, or with `INDEX_FILE` and the files that it names.
-
-    Files are opened anew for each tensor, since the pages of a mapped file count as memory of the
-    process until it is closed.
-
     Raises InputError when the folder holds no model, and Mismatch, naming the file or the tensor,
     when files or tensors are missing, broken, of a dtype other than `DTYPES`, or not what this
     project wrote.
@@ -71,15 +62,12 @@ class TensorFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, which is checked as a whole first where the folder has checksums.
-
-        - `name`: the name of the tensor.
-        - `index`: a slice for each axis; empty for the whole tensor.
-        """
+        """A part of a tensor, which is checked as a whole first if the folder has checksums."""
         if self.sums is not None and name not in self._checked:
             found = checksums.of_part(*_place(self._files[name], name))
             checksums.require(self.folder, self.sums, name, found)
             self._checked.add(name)
+        # Opened anew, as the pages of a mapped file count as memory until it is closed.
         with _opened(self._files[name]) as file:
             array: np.ndarray = file.get_slice(name)[index] if index else file.get_tensor(name)
             return array
@@ -147,12 +135,8 @@ def _is_name(file: str) -> bool:
 class NewTensorFolder:
     """Tensors that are being written to an empty folder, in any order, one at a time.
 
-    - `folder`: the empty folder.
-    - `tensors`: shape and dtype of every tensor that will be written, by name.
-    - `shard_bytes`: the most bytes that the tensors of one file take; a larger tensor gets a file
-      of its own. Where everything fits into one file there is no index.
-
-    Each file has its full length from the start.
+    The library writes a file only from memory as a whole, so the files are laid out here. A tensor
+    of more than `shard_bytes` gets a file of its own. Each file has its full length from the start.
     """
 
     def __init__(
@@ -168,7 +152,7 @@ class NewTensorFolder:
         self._written: dict[str, str] = {}  # with their checksums
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Stores a tensor. Raises RuntimeError when it is not of the shape and dtype announced."""
+        """Raises RuntimeError unless the tensor has the shape and dtype announced."""
         spec = self.tensors[name]
         if (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise RuntimeError(f"{name} is {array.shape} {array.dtype} instead of {spec}")
@@ -179,10 +163,7 @@ class NewTensorFolder:
         self._written[name] = checksums.of_bytes(content)
 
     def finish(self) -> dict[str, str]:
-        """Writes the index if there are several files, and returns the checksums by tensor.
-
-        Raises RuntimeError unless every tensor has been written.
-        """
+        """Writes the index if there are several files; returns the checksums by tensor."""
         missing = [name for name in self.tensors if name not in self._written]
         if missing:
             raise RuntimeError(f"{missing[0]} was never written")
@@ -217,13 +198,10 @@ def _shards(tensors: Mapping[str, ArraySpec], limit: int) -> Iterator[dict[str, 
 
 
 def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file, and the offset of each tensor after it.
-
-    The layout is that of the library. Wider dtypes come first, so that every tensor is aligned.
-    transformers 4 requires the format `pt` among the metadata.
-    """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    """The beginning of a file, and the offset of each tensor after it, as the library writes it."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers 4 requires
     offsets, end = {}, 0
+    # Wider dtypes come first, so that every tensor is aligned.
     for name, spec in sorted(shard.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         offsets[name], end = end, end + spec.nbytes
         code, shape = _CODES[spec.dtype], list(spec.shape)

@@ -1,7 +1,4 @@
-"""Hugging Face's models, folders of safetensors, read and written as streams of layers.
-
-Such a folder holds weights and `config.json`. Tokenizers and generation settings are not touched.
-"""
+"""Hugging Face's models, folders of safetensors, read and written as streams of layers."""
 
 import dataclasses
 import json
@@ -11,24 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from linen_compat.formats import _checksums as checksums
-from linen_compat.formats._comparison import Comparison, model_arrays
+from linen_compat.formats import _intact as checksums
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._comparison import Comparison
+from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._names import OUTSIDE
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.inspect import is_orbax
-from linen_compat.formats._streams import (
-    PARAMETERS,
-    QUERY,
-    ArraySpec,
-    LayerSource,
-    Mismatch,
-    check_ratio,
-    copy,
-    nbytes_of,
-    ratio_of,
-    scale_in_arrays,
-    times_ratio,
-)
+from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch, times_ratio
 from linen_compat.formats.huggingface._architectures import CONFIG_FILE, Keys
 from linen_compat.formats.huggingface._folder import (
     SHARD_BYTES,
@@ -65,21 +52,13 @@ _MUST_AGREE = (
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model, complete or not.
-
-    It must have a `config.json`, and either tensors or nothing of an Orbax checkpoint, as an
-    unrelated `config.json` may lie beside an Orbax checkpoint.
-    """
-    folder = local(checkpoint)
+    """Whether a folder is a Hugging Face model, complete or not."""
+    folder = local(checkpoint)  # an unrelated config.json may lie beside an Orbax checkpoint
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
 
 
 def own_config(folder: str | Path) -> Config:
-    """The config that a folder's own `config.json` describes.
-
-    Raises Mismatch where the model of the folder is not supported or its `config.json` is damaged,
-    and InputError where there is none.
-    """
+    """The config that a folder's own `config.json` describes."""
     try:
         return config_from_huggingface(folder)
     except InputError as error:
@@ -89,65 +68,38 @@ def own_config(folder: str | Path) -> Config:
 
 
 def config_for(folder: str | Path, config: Config | None) -> Config:
-    """The config to read a folder with: the one that is given, or else the folder's own.
-
-    - `folder`: a Hugging Face checkpoint, of which only `config.json` is read.
-    - `config`: None for the folder's own. If it leaves `max_position_embeddings` out it gets that
-      of the folder, so that the value is there when the model is saved.
-
-    Raises what `own_config` raises.
-    """
+    """The config to read a folder with: the one that is given, or else the folder's own."""
     own = own_config(folder)
     if config is None or config.model.max_position_embeddings is not None:
         return config or own
-    longest = own.model.max_position_embeddings
+    longest = own.model.max_position_embeddings  # to be there when the model is saved
     model = dataclasses.replace(config.model, max_position_embeddings=longest)
     return dataclasses.replace(config, model=model)
 
 
 def write_huggingface(
-    source: LayerSource,
+    source: streams.LayerSource,
     folder: str | Path,
     config: Config,
     *,
     shard_bytes: int = SHARD_BYTES,
     allow_nan: bool = True,
 ) -> None:
-    """Copies a source to a new folder that `transformers` can load.
-
-    - `source`: the parameters of a model of that config.
-    - `folder`: the folder to make; it must not exist yet, or be empty.
-    - `config`: what `config.json` is written from.
-    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
-      larger.
-    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
-    """
-    with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
+    """Copies the parameters of a model of a config to a new folder for `transformers`."""
+    with new_folder(folder, Room(streams.nbytes_of(source), compressed=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
-        copy(source, destination, allow_nan=allow_nan)
+        streams.copy(source, destination, allow_nan=allow_nan)
 
 
 def compare_folder(folder: str | Path, model: ModelConfig) -> Comparison:
-    """Compares the tensors and the config of a folder with what a model needs.
-
-    - `folder`: a Hugging Face checkpoint; no tensor of it is read, but for a head beside tied
-      embeddings.
-    - `model`: the config of the model that is to take its tensors.
-    """
+    """Compares tensors and config of a folder with a model; at most a tied head is read."""
     return _compare(folder, TensorFolder(folder), model)
 
 
 class HuggingFaceSource:
-    """A Hugging Face model as a stream of layers, once every tensor is accounted for.
+    """A Hugging Face model as a `LayerSource`, once every tensor is accounted for.
 
-    - `folder`: the folder of the model.
-    - `model`: the config of the model that is to take the parameters; None for that of
-      `config.json`.
-
-    See `streams.LayerSource`. Arrays have the dtypes that are stored. The query kernels are scaled
-    for `model.attention_scale`.
-
-    Raises what `linen_compat.load` raises.
+    The query kernels are scaled for the `attention_scale` of `model`; None is the folder's own.
     """
 
     parts: tuple[str, ...] = (PARAMETERS,)
@@ -159,13 +111,16 @@ class HuggingFaceSource:
         _compare(folder, self._files, model).require(folder)
         self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
         self.scalars: Mapping[str, np.ndarray] = {}
-        self._tensors = _tensors_of(model, self._files)
+        self._tensors = _tensors_of(model, model_arrays(model), self._files)
         arrays = self._tensors.arrays
-        self.attention_scale = scale_in_arrays(arrays, model.attention_scale)
-        own_scale = scale_in_arrays(arrays, own.attention_scale)
-        self._ratio = ratio_of(own_scale, self.attention_scale)
-        check_ratio(self._tensors.arrays, self._ratio)
-        self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
+        self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
+        own_scale = streams.scale_in_arrays(arrays, own.attention_scale)
+        self._ratio = streams.ratio_of(own_scale, self.attention_scale)
+        streams.check_ratio(arrays, self._ratio)
+        stored = {path: self._files.specs[self._tensors.of_kind(path)[0]] for path in arrays}
+        self.arrays = {
+            path: ArraySpec(spec.shape, stored[path].dtype) for path, spec in arrays.items()
+        }
 
     def order(self, path: str) -> Sequence[int]:
         return range(self._tensors.count(path))
@@ -173,12 +128,10 @@ class HuggingFaceSource:
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """An array or a part of it; see `streams.LayerSource.read`.
-
-        - `index`: a slice for each axis of the array; empty for the whole array.
-        """
         array = self._tensors.join(path, layer, self._files.read, index)
-        return times_ratio(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
+        if path == streams.QUERY and self._ratio != 1.0:
+            return times_ratio(array, self._ratio)
+        return array
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         return self.arrays[path].dtype
@@ -190,23 +143,9 @@ class HuggingFaceSource:
     def close(self) -> None:
         """Nothing is held between reads."""
 
-    def _as_stored(self, path: str) -> ArraySpec:
-        names = self._tensors.of_kind(path)
-        return ArraySpec(self._tensors.arrays[path].shape, self._files.specs[names[0]].dtype)
-
 
 class HuggingFaceDestination:
-    """A new folder of safetensors and `config.json`. See `streams.LayerDestination`.
-
-    - `folder`: an empty folder.
-    - `config`: the config of the model that is written.
-    - `arrays`: as in `streams.LayerSource`, with the dtypes to write. If all have one dtype
-      `config.json` names that, and otherwise `param_dtype`.
-    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
-      larger.
-
-    Raises InputError when transformers has no such model.
-    """
+    """A new folder of safetensors and `config.json` as a `LayerDestination`."""
 
     parts: tuple[str, ...] = (PARAMETERS,)
 
@@ -219,15 +158,12 @@ class HuggingFaceDestination:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.folder = folder
-        self.attention_scale = scale_in_arrays(arrays, config.model.head_dim**-0.5)
+        self.attention_scale = streams.scale_in_arrays(arrays, config.model.head_dim**-0.5)
         self._values = config_to_huggingface(config)
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:
             self._values["torch_dtype"] = dtypes.pop()
-        model = config.model
-        self._tensors = Tensors(
-            arrays, model.num_layers, model.num_dense_layers, interleaved=_reordered(model)
-        )
+        self._tensors = _tensors_of(config.model, arrays)
         self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
 
     def write(
@@ -240,10 +176,7 @@ class HuggingFaceDestination:
             self._files.write(name, tensor)
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes the index, `config.json` and the checksums.
-
-        - `scalars`: left behind, as the format has no place for them.
-        """
+        """Writes the index, `config.json` and checksums; no scalar has a place."""
         sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
@@ -256,27 +189,17 @@ def _kept(values: Keys) -> checksums.Json:
     return {key: value for key, value in values.items() if key not in IGNORED}
 
 
-def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
-    """The tensors that a model needs; experts are fused where they are in these files."""
-    return Tensors(
-        model_arrays(model),
-        model.num_layers,
-        model.num_dense_layers,
-        fused=is_fused(files.specs),
-        interleaved=_reordered(model),
-    )
-
-
-def _reordered(model: ModelConfig) -> bool:
-    """Whether the rotated numbers of a head are in another order than in transformers.
-
-    Its models rotate halves. With latent attention the config says what they rotate.
-    """
-    return model.rope_interleaved and model.kv_lora_rank is None
+def _tensors_of(
+    model: ModelConfig, arrays: Mapping[str, ArraySpec], files: TensorFolder | None = None
+) -> Tensors:
+    """The tensors of a model; experts are fused where they are in these files."""
+    fused = files is not None and is_fused(files.specs)
+    # transformers rotates halves; with latent attention the config says what it rotates.
+    interleaved = model.rope_interleaved and model.kv_lora_rank is None
+    return Tensors(arrays, model.num_layers, model.num_dense_layers, fused, interleaved)
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
-    """Compares the tensors and the `config.json` of a folder with what a model needs."""
     own, result = own_config(folder).model, Comparison()
     if own.tied_embeddings and _has_own_head(files):
         if model.tied_embeddings:
@@ -290,26 +213,25 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
     if files.sums is not None:  # this project wrote the folder
         sum_of_config = checksums.of_values(_kept(read_config_json(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
-    for name in _MUST_AGREE:
-        if getattr(own, name) != getattr(model, name):
-            result.notes.append(
-                f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
-            )
-    if model.kv_lora_rank is not None:
-        result.notes.extend(_differing_scores(own, model))
+    differ = [name for name in _MUST_AGREE if getattr(own, name) != getattr(model, name)]
+    if model.kv_lora_rank is not None:  # no kernel is scaled or reordered for it
+        if own.rope_interleaved != model.rope_interleaved:
+            differ.append("rope_interleaved")
+        if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
+            differ.append("attention_scale")
+    result.notes.extend(
+        f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
+        for name in differ
+    )
     for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
         note(
             f"{file} is an adapter beside the model and is not read; if the model is meant with "
             "it, merge it into the weights first (merge_and_unload of peft)"
         )
-    tensors = _tensors_of(model, files)
+    tensors = _tensors_of(model, model_arrays(model), files)
     expected = tensors.specs()
     for name, spec in expected.items():
-        found = files.specs.get(name)
-        if found is None:
-            result.missing.append(name)
-        else:
-            result.add(name, found, spec.shape, spec.dtype)
+        result.add(name, files.specs.get(name), spec.shape, spec.dtype)
     for name in files.specs:
         if name not in expected:
             # A head that is not the table once more is noted above.
@@ -332,32 +254,14 @@ def _has_own_head(files: TensorFolder) -> bool:
     )
 
 
-def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
-    """A line for each difference in what latent attention computes from scores.
-
-    No kernel is scaled or reordered for it.
-    """
-    if own.rope_interleaved != model.rope_interleaved:
-        yield (
-            f"{CONFIG_FILE} has rope_interleaved={own.rope_interleaved}, the model "
-            f"{model.rope_interleaved}"
-        )
-    if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
-        yield (
-            f"{CONFIG_FILE} has attention_scale={own.attention_scale}, the model "
-            f"{model.attention_scale}"
-        )
-
-
 def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:
     """A line for each array of the model whose tensors have several dtypes."""
     for path in tensors.arrays:
         names = [name for name in tensors.of_kind(path) if name in files.specs]
-        dtypes = {name: files.specs[name].dtype for name in names}
-        for name, dtype in dtypes.items():
-            if dtype != dtypes[names[0]]:
-                yield (
-                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
-                    "save the model with one dtype for tensors of one kind"
-                )
-                break
+        first = files.specs[names[0]].dtype if names else None
+        other = next((name for name in names if files.specs[name].dtype != first), None)
+        if other is not None:
+            yield (
+                f"{other} is {files.specs[other].dtype} and {names[0]} is {first}; "
+                "save the model with one dtype for tensors of one kind"
+            )

@@ -1,9 +1,7 @@
-"""Which tensors of a Hugging Face model hold each array of this project, and how they are laid out.
+"""Which tensors of a Hugging Face model hold each array of this project, and in which layout.
 
 Kernels are `[out, in]` there; here they are `[in, out]`, with one axis for the heads and one for
-the dimensions of a head. Experts are tensors of their own there and one stack here. Both sides
-rotate halves of a head; only where a model here rotates neighbours, the values of a head are put in
-another order. This module reads no file.
+the dimensions of a head. Experts are tensors of their own there and one stack here.
 """
 
 import math
@@ -13,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats._names import EARLY, OUTSIDE, QK_NORMS, ROUTER_BIAS, of_model
+from linen_compat.formats import _names as naming
+from linen_compat.formats._names import EARLY, PATHS_OUTSIDE
 from linen_compat.formats._streams import ArraySpec
 
 Index = tuple[slice, ...]
@@ -30,10 +29,12 @@ _FUSED = {
 # Buffers that old versions saved; their values are computed from the config, by transformers too.
 KNOWN_EXTRA = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-_NORMS_OF_HEADS = tuple(names.nnx for names in QK_NORMS)  # or of the latent vectors of queries
+_NORMS_OF_HEADS = tuple(
+    names.nnx for names in naming.QK_NORMS
+)  # or of the latent vectors of queries
 _AS_IT_IS = (
     *("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale"),
-    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", ROUTER_BIAS.nnx),
+    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", naming.ROUTER_BIAS.nnx),
 )
 _ROTATED = ("attention.query", "attention.key", *_NORMS_OF_HEADS)  # their last axis is head_dim
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
@@ -43,11 +44,8 @@ _EXPERT = "<expert>"
 
 @dataclass(frozen=True)
 class Tensors:
-    """The names and shapes of the tensors of a Hugging Face model.
+    """The names and shapes of the tensors of a Hugging Face model with these arrays.
 
-    - `arrays`: the model's arrays as in `streams.LayerSource`.
-    - `num_layers`: the number of its layers.
-    - `num_dense_layers`: how many of them are dense ones before those with experts.
     - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
     - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`, where a model of
       transformers has halves. With latent attention both sides have the same order.
@@ -61,7 +59,7 @@ class Tensors:
 
     def specs(self) -> dict[str, ArraySpec]:
         """Shape and dtype of every tensor by its name, layer after layer."""
-        first, *last = (names.nnx for names in of_model(self.arrays)[0])
+        first, *last = (names.nnx for names in naming.of_model(self.arrays)[0])
         layers = [path for path in self.arrays if path not in (first, *last)]
         order: list[tuple[str, int | None]] = [(first, None)]
         for early in (True, False):
@@ -69,11 +67,11 @@ class Tensors:
             count = self.count(paths[0]) if paths else 0
             order += [(path, layer) for layer in range(count) for path in paths]
         order += [(path, None) for path in last]
-        found = {}
-        for path, layer in order:
-            for name in self.names(path, layer):
-                found[name] = ArraySpec(self._shape(path), self.arrays[path].dtype)
-        return found
+        return {
+            name: ArraySpec(self._shape(path), self.arrays[path].dtype)
+            for path, layer in order
+            for name in self.names(path, layer)
+        }
 
     def count(self, path: str) -> int:
         """How many layers have an array: the dense ones before the others, or those."""
@@ -81,13 +79,9 @@ class Tensors:
         return dense if path.startswith(EARLY) else self.num_layers - dense
 
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
-        """The tensors that hold one array of one layer: a single one, or one for each expert.
-
-        - `path`: the NNX path of the array.
-        - `layer`: the number of the layer among those of its kind; None outside the layers.
-        """
+        """The tensors of an array: one, or one per expert; `layer` counts within its kind."""
         if layer is None:
-            return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
+            return (next(names.huggingface for names in naming.OUTSIDE if names.nnx == path),)
         name = self._name(path)
         experts = range(self.arrays[path].shape[0]) if _EXPERT in name else range(1)
         number = layer if path.startswith(EARLY) else layer + self.num_dense_layers
@@ -97,17 +91,11 @@ class Tensors:
 
     def of_kind(self, path: str) -> tuple[str, ...]:
         """The tensors that hold one array in all layers."""
-        outside = any(path == names.nnx for names in OUTSIDE)
-        layers = (None,) if outside else range(self.count(path))
+        layers = (None,) if path in PATHS_OUTSIDE else range(self.count(path))
         return tuple(name for layer in layers for name in self.names(path, layer))
 
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
-        """One array of one layer, or a part of it, put together from tensors.
-
-        - `path`, `layer`: as for `names`.
-        - `read`: gives a part of a tensor, by the tensor's name and a slice for each of its axes.
-        - `index`: a slice for each axis of the array; empty for the whole array.
-        """
+        """One array of one layer, or a part of it, put together from tensors that `read` gives."""
         shape, names = self.arrays[path].shape, self.names(path, layer)
         index = index or (slice(None),) * len(shape)
         if self.interleaved and path in _ROTATED:  # of a head its values are read together
@@ -116,10 +104,7 @@ class Tensors:
         return self._joined(path, names, read, index)
 
     def _joined(self, path: str, names: tuple[str, ...], read: Read, index: Index) -> np.ndarray:
-        """A part of an array, without another order within a head.
-
-        - `names`: the tensors that hold it.
-        """
+        """A part of an array, without another order within a head."""
         shape = self.arrays[path].shape
         if _inner(path) in _AS_IT_IS:
             return read(names[0], index)
@@ -149,16 +134,12 @@ class Tensors:
         """What the tensor of one array is called below `model.layers.<number>`."""
         if self.fused and path in _FUSED:
             return _FUSED[path]
-        _, of_layers = of_model(self.arrays)
+        _, of_layers = naming.of_model(self.arrays)
         return next(names.huggingface for names in of_layers if names.nnx == path)
-
-    @property
-    def _has_experts(self) -> bool:
-        return "feed_forward.router" in self.arrays
 
     def _is_stack(self, path: str) -> bool:
         """Whether an array here is a stack of the matrices of several experts."""
-        return self._has_experts and path in _STACKED
+        return "feed_forward.router" in self.arrays and path in _STACKED
 
     def _shape(self, path: str) -> tuple[int, ...]:
         """The shape of each tensor that holds an array; kernels are `[out, in]`."""
@@ -198,10 +179,7 @@ def _inner(path: str) -> str:
 
 
 def is_fused(names: Mapping[str, object]) -> bool:
-    """Whether a model has the experts of a layer in two tensors.
-
-    - `names`: the names of its tensors, as keys.
-    """
+    """Whether a model with tensors of these names has the experts of a layer in two."""
     return any(name.endswith(_FUSED["feed_forward.gate"]) for name in names)
 
 
@@ -213,13 +191,7 @@ def _interleaving(head_dim: int) -> np.ndarray:
 def _kernel(
     path: str, read: Callable[[Index], np.ndarray], index: Index, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A part of a kernel of this shape, from its tensor `[out, in]`.
-
-    - `path`: the NNX path of the kernel, which tells input axes and output axes apart.
-    - `read`: gives a part of the tensor.
-    - `index`: the part of the kernel, a slice for each axis.
-    - `shape`: the shape of the whole kernel.
-    """
+    """A part of a kernel of this shape, from its tensor `[out, in]`, of which `read` gives any."""
     axes = _INPUT_AXES.get(_inner(path), 1)
     chosen = [len(range(size)[cut]) for cut, size in zip(index, shape, strict=True)]
     inputs, outputs = _rows(index[:axes], shape[:axes]), _rows(index[axes:], shape[axes:])

@@ -1,8 +1,6 @@
 """Converts `config.json` of Hugging Face's models to this project's config and back.
 
-Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused
-unless their value is false, 0, null or empty. A key that changes what a model computes is never
-ignored.
+A key that changes what a model computes is never ignored.
 """
 
 import json
@@ -10,8 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from linen_compat.formats._checksums import Json
-from linen_compat.formats.huggingface import _deepseek as deepseek
+from linen_compat.formats._intact import Json
+from linen_compat.formats.huggingface import _rope as ropes
 from linen_compat.formats.huggingface._architectures import (
     ARCHITECTURES,
     CONFIG_FILE,
@@ -24,7 +22,7 @@ from linen_compat.formats.huggingface._architectures import (
     Only,
     written_as,
 )
-from linen_compat.formats.huggingface._rope import KEYS, agreed, fields_of_rope, rope_keys
+from linen_compat.formats.huggingface._rope import agreed
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
 from nnx_pipeline.lab._files import local, read_regular
@@ -66,7 +64,7 @@ _ONLY: Only = {
 }
 _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
-    *(*KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
+    *(*ropes.KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
 }
 # A key like these may always affect how weights are stored, so no error advises to remove it.
 _OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
@@ -112,9 +110,9 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
             f"expert has no router here; choose 2 or more, or the architecture {LLAMA.name}"
         )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
-    rope = fields_of_rope(values, absent["rope_theta"], CONFIG_FILE, latent=architecture.latent)
+    rope = ropes.fields_of_rope(values, absent["rope_theta"], latent=architecture.latent)
     if architecture.latent:
-        head_dim, scale = deepseek.head_dim(values, absent), deepseek.attention_scale_in(values)
+        head_dim, scale = ropes.latent_head_dim(values, absent), ropes.attention_scale_in(values)
         if fields["num_dense_layers"]:
             fields["dense_mlp_dim"] = values["intermediate_size"]
     else:
@@ -138,14 +136,12 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
 
 
 def config_to_huggingface(config: Config) -> Json:
-    """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
+    """The contents of `config.json`, for transformers 4 and 5, of a model.
 
-    With QK norm it is a Qwen3 instead, with experts or without, and with latent attention a
-    DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3.
-
-    transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
-    config has it, and otherwise that of training. `attention_scale` has no key, as it is either
-    part of the query kernel or head_dim^-0.5; for DeepSeek `mscale_all_dim` says it.
+    It is a Mixtral, or with one expert a Llama; a Qwen3 with QK norm, with experts or without; with
+    latent attention a DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3. The longest sequence is
+    that of the model where the config has it, and otherwise that of training. `attention_scale` has
+    no key: it is part of the query kernel or head_dim^-0.5, and for DeepSeek from `mscale_all_dim`.
 
     Raises InputError for a model that does not exist in transformers.
     """
@@ -165,7 +161,7 @@ def config_to_huggingface(config: Config) -> Json:
             "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
     if architecture.latent:
-        deepseek.check_savable_deepseek(model)
+        ropes.check_savable_latent(model)
     if architecture.heads_divide:
         divides(
             model.num_heads,
@@ -182,8 +178,8 @@ def config_to_huggingface(config: Config) -> Json:
         **{key: allowed[0] for key, (allowed, _) in architecture.only.items() if allowed},
         "num_key_value_heads": model.num_kv_heads,
         "hidden_act": "silu",
-        **(deepseek.keys(model) if architecture.latent else {"head_dim": model.head_dim}),
-        **rope_keys(model),
+        **(ropes.latent_keys(model) if architecture.latent else {"head_dim": model.head_dim}),
+        **ropes.rope_keys(model),
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
         **({WINDOW: model.sliding_window} if architecture.reads_window else {}),
         "tie_word_embeddings": model.tied_embeddings,
@@ -192,12 +188,7 @@ def config_to_huggingface(config: Config) -> Json:
 
 
 def read_config_json(path: str | Path) -> Json:
-    """The contents of `config.json`.
-
-    - `path`: the folder of a model, or the file itself.
-
-    Raises InputError when there is no such file, or no JSON object in it.
-    """
+    """The contents of the `config.json` of a folder, or of the file itself."""
     file = local(path)
     if file.is_dir():
         file = file / CONFIG_FILE
@@ -245,7 +236,7 @@ def _renamed(values: Keys, architecture: Architecture) -> Json:
     found: dict[str, Json] = {}
     for key, value in values.items():
         found.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(given, None, CONFIG_FILE) for key, given in found.items()}
+    return {key: agreed(given, None) for key, given in found.items()}
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
@@ -254,7 +245,7 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
     name, own = architecture.name, {*architecture.experts, *architecture.only}
-    own |= {*deepseek.READ_APART} if architecture.latent else set()
+    own |= {*ropes.READ_APART} if architecture.latent else set()
     known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
@@ -291,10 +282,7 @@ def _refuse_values(values: Keys, architecture: Architecture) -> None:
 
 
 def _window(values: Keys, architecture: Architecture) -> int | None:
-    """The sliding window; None where no sequence is longer.
-
-    Raises InputError for a window of a class that does not read it.
-    """
+    """The sliding window; None where no sequence is longer."""
     absent = architecture.absent
     # Qwen3's window has no effect: it needs use_sliding_window, which is refused.
     if "use_sliding_window" in architecture.only or values.get(WINDOW, absent.get(WINDOW)) is None:
@@ -318,13 +306,10 @@ def _longest(values: Keys, absent: Keys) -> int:
 
 
 def _whole_or_missing(values: Keys, key: str) -> int:
-    """The value of a key. Raises InputError unless it is there and a whole number above 0."""
+    """Raises InputError unless the key is there with a whole number above 0."""
     if values.get(key) is None:
         raise InputError(f"{CONFIG_FILE}: {key} is missing")
-    value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{CONFIG_FILE}: {key}={value!r} is not a whole number of 1 or more")
-    return value
+    return ropes.whole_number(key, values[key])
 
 
 def _head_dim(values: Keys, absent: Keys, embed_dim: int, heads: int) -> int:
@@ -341,4 +326,4 @@ def _dtype(values: Keys) -> str:
     named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
     for key, value in named.items():
         one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
-    return str(agreed(named, "float32", CONFIG_FILE))
+    return str(agreed(named, "float32"))

@@ -1,13 +1,10 @@
-"""Checksums of what this project writes, kept where the format itself has no place for them.
+"""Checksums of what this project writes, and files that must not change while they are read."""
 
-In Orbax checkpoints each chunk of an array ends in a crc32c, written by a codec of the format, and
-`_METADATA` has a checksum among its custom metadata. A folder of safetensors gets one extra file
-beside the others.
-"""
-
+import contextlib
 import json
+import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +17,16 @@ Json = dict[str, Any]  # an object of JSON, or of YAML
 
 
 def of_values(values: Mapping[str, object]) -> str:
-    """The CRC-32 of plain JSON values, as eight hexadecimal digits.
-
-    It depends neither on the order of keys nor on the spacing of the file that they come from.
-    """
+    """The CRC-32 of plain JSON values as eight hexadecimal digits, whatever the order of keys."""
     return of_bytes(json.dumps(values, sort_keys=True).encode())
 
 
 def of_bytes(content: bytes | memoryview) -> str:
-    """The CRC-32 of bytes, as eight hexadecimal digits."""
     return f"{zlib.crc32(content):08x}"
 
 
 def of_part(file: Path, begin: int, end: int) -> str:
-    """The CRC-32 of a part of a file, read block by block.
-
-    - `file`: the file to read.
-    - `begin`, `end`: byte offsets of the part; the byte at `end` is not included.
-    """
+    """The CRC-32 of the bytes `begin` to `end` of a file, without that at `end`, block by block."""
     found = 0
     with open(file, "rb") as stream:
         stream.seek(begin)
@@ -47,19 +36,13 @@ def of_part(file: Path, begin: int, end: int) -> str:
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Writes the file of checksums into a folder.
-
-    - `sums`: the checksum of each tensor and file, by its name.
-    """
+    """Writes the file of checksums into a folder; `sums` has one by tensor or file name."""
     text = json.dumps({"crc32": {**sums}, "crc32_of_these": of_values(sums)}, indent=1)
     (folder / FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_checksums(folder: Path) -> dict[str, str] | None:
-    """The checksums that a folder's own file holds, by name; None without such a file.
-
-    Raises Mismatch when that file is damaged.
-    """
+    """What `write_checksums` wrote; None without the file, and Mismatch where it is damaged."""
     try:
         values = json.loads(read_regular(folder / FILE))
         sums: dict[str, str] = values["crc32"]
@@ -84,14 +67,40 @@ CURE = (
 
 
 def require(folder: Path, sums: Mapping[str, str], name: str, found: str) -> None:
-    """Raises Mismatch unless a tensor or a file still has the checksum that it was written with.
-
-    - `folder`: what the message names as the place.
-    - `sums`: the checksums as written, from `read_checksums`.
-    - `name`: the name of the tensor or file.
-    - `found`: the checksum of what the folder holds now.
-    """
+    """Raises Mismatch unless `name` has the checksum `found` that it was written with."""
     if sums.get(name) != found:
         raise Mismatch(
             f"{name} in {folder} does not match the checksum that it was written with; {CURE}"
         )
+
+
+class Unchanged:
+    """A context in which a checkpoint is read.
+
+    Raises Mismatch at the end, in the place of errors from reading, for a file whose size, time of
+    change or inode is another than when this object was made. Later files may come.
+    """
+
+    def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
+        found = Path(folder).glob("**/*") if files is None else files
+        self._stamps = {path: _stamp(path) for path in found if path.is_file()}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Mismatch | OSError):
+            return
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise Mismatch(
+                    f"{path} changed while it was read; read it again when nothing writes to it, "
+                    "or read a copy"
+                ) from error
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Size, time of change and inode of a file; None without a file."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    return None

@@ -1,0 +1,241 @@
+"""A model in memory: its arrays by path, read as a source of layers, or filled from one."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from linen_compat.formats import _streams as streams
+from linen_compat.formats._names import EARLY, check_names
+from linen_compat.formats._streams import PARAMETERS, ArraySpec
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral, ModelConfig, PipelineConfig
+from nnx_pipeline.lab.errors import counted, note
+from nnx_pipeline.lab.mesh import AXES
+from nnx_pipeline.sharding.layout import variable_shardings
+
+Tree = TypeVar("Tree")
+LAYERS = "pipeline.layers."
+
+
+@functools.lru_cache(maxsize=16)
+def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
+    """Shape and dtype of each parameter by NNX path, those of the layers as in one layer.
+
+    Cached: for a small checkpoint, tracing takes longer than all the rest of a comparison.
+    """
+    check_names(config)
+    plain = Config(model=config, pipeline=PipelineConfig())
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
+    return MappingProxyType(_as_in_one_layer(parameter_paths(model)))
+
+
+def _as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
+    return {
+        path.removeprefix(LAYERS): ArraySpec(leaf.shape[stack_axes(path) :], np.dtype(leaf.dtype))
+        for path, leaf in leaves.items()
+    }
+
+
+def stack_axes(path: str) -> int:
+    """How many axes of a parameter of a model are not those of one layer."""
+    return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
+
+
+def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
+    """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {dotted_path(path): leaf for path, leaf in leaves}
+
+
+def dotted_path(path: tuple[object, ...]) -> str:
+    """A key path of JAX as dotted attributes of the model, without a variable's own `value`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+class ModelSource:
+    """A model in memory as a `LayerSource`: for each part a tree in the model's structure."""
+
+    def __init__(
+        self, model: Mixtral, trees: Mapping[str, Mixtral], scalars: Mapping[str, np.ndarray]
+    ) -> None:
+        check_names(model.config.model)
+        self.num_layers = model.config.model.num_layers
+        self.num_dense_layers = model.config.model.num_dense_layers
+        self.parts, self.scalars = tuple(trees), scalars
+        self._arrays = {part: parameter_paths(tree) for part, tree in trees.items()}
+        self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most
+        self.arrays = _as_in_one_layer(self._arrays[PARAMETERS])
+        self.attention_scale = streams.scale_in_arrays(
+            self.arrays, model.config.model.attention_scale
+        )
+
+    def order(self, path: str) -> Sequence[int]:
+        dense = self.num_dense_layers
+        return range(dense if path.startswith(EARLY) else self.num_layers - dense)
+
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        arrays = self._arrays[part]
+        return np.dtype(arrays[path if path in arrays else LAYERS + path].dtype)
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        return streams.array_title(path, layer, part)
+
+    def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
+        full = path if layer is None or path.startswith(EARLY) else LAYERS + path
+        # Layers of one array are read in turn, so the array stays here for the next of them.
+        if (part, full) not in self._gathered:
+            self._gathered.clear()  # before the next one takes memory
+            self._gathered[part, full] = _on_host(self._arrays[part][full], full)
+        array = self._gathered[part, full]
+        # Row-major order of repeats, stages and layers per stage is the order of the layers.
+        return (
+            array if layer is None else array.reshape(-1, *array.shape[stack_axes(full) :])[layer]
+        )
+
+
+def _on_host(array: jax.Array, path: str) -> np.ndarray:
+    """The whole array. Raises InputError when other processes hold parts of it."""
+    if not array.is_fully_addressable:
+        raise InputError(
+            f"{path} is sharded over several processes, but one process must write a checkpoint; "
+            "gather the model first, or save it from a run with one process"
+        )
+    return np.asarray(array)
+
+
+class SourceOfParts(streams.LayerSource, Protocol):
+    """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
+
+    def read(
+        self, path: str, layer: int | None, part: str = PARAMETERS, index: tuple[slice, ...] = ()
+    ) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
+    """The model of a config with the parameters of a source that was compared with it."""
+    mesh = mesh or mesh_in_use()
+    config = for_mesh(config, mesh)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        model: Mixtral = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        if mesh is not None:
+            return fill(model, variable_shardings(model, model.layout, mesh), source)
+        device = SingleDeviceSharding(jax.devices()[0])
+        return fill(model, jax.tree.map(lambda _: device, model), source)
+
+
+def mesh_in_use() -> Mesh | None:
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def for_mesh(config: Config, mesh: Mesh | None) -> Config:
+    """The config, with its pipeline adapted so that this mesh can hold the weights.
+
+    `num_repeats` becomes the largest number up to it that divides the layers of a stage, unless
+    `pad_layers` is set. So the mesh decides how layers are stacked, and never a checkpoint.
+    """
+    sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
+    pipeline = config.pipeline
+    # Layers that do not divide into stages at all are refused below, by the rules of the weights.
+    per_stage = max(1, config.model.num_pipeline_layers // sizes.stage)
+    if not pipeline.pad_layers:
+        fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
+        pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
+    config = dataclasses.replace(config, pipeline=pipeline)
+    for divisor, size, rule in config.weight_rules(sizes):
+        if size % divisor:
+            raise InputError(
+                f"{rule}; choose another mesh, because the checkpoint fixes the sizes of the model"
+            )
+    return config
+
+
+def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
+    """A copy of a tree of abstract arrays, with arrays of a part of a source in their places."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    given = _Part(source, part)
+    arrays = [
+        _read_array(dotted_path(path), leaf, place, given)
+        for (path, leaf), place in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ]
+    source.close()
+    if given.strange:
+        first, others = given.strange[0], len(given.strange) - 1
+        what = f"{first} holds" if not others else f"{first} and {counted(others, 'other')} hold"
+        note(f"{what} NaN or infinity, as was stored; take an earlier checkpoint")
+    filled: Tree = jax.tree.unflatten(structure, arrays)
+    return filled
+
+
+@dataclass(frozen=True)
+class _Part:
+    source: SourceOfParts
+    name: str
+    strange: list[str] = field(default_factory=list)  # arrays that are not finite
+
+    def read(self, path: str, layer: int | None, cut: tuple[slice, ...]) -> np.ndarray:
+        """A shard of one array, after the checks that its part needs."""
+        array = self.source.read(path, layer, self.name, cut)
+        name = self.source.name(path, layer, self.name)
+        if self.name != PARAMETERS:  # training would go on with them, to no useful result
+            streams.check_finite(
+                array, name, cure="load the parameters of this one alone with linen_compat.load"
+            )
+        elif name not in self.strange and streams.not_finite(array):
+            self.strange.append(name)
+        streams.check_sign(array, name, self.name)
+        return array
+
+
+def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
+    """One parameter as a JAX array; each device of this process reads its own shard."""
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        cuts = index or ()
+        bounds = [cut.indices(size) for cut, size in zip(cuts, leaf.shape, strict=True)]
+        key = tuple(bound[:2] for bound in bounds)
+        if key not in read:  # devices that hold copies of one shard share it
+            read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], part)
+        return read[key]
+
+    return jax.make_array_from_callback(leaf.shape, place, shard, dtype=leaf.dtype)
+
+
+def _read_shard(
+    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], part: _Part
+) -> np.ndarray:
+    """The part of a parameter within these ranges of indices, one range per axis."""
+    stack = stack_axes(path)
+    cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
+    if not stack:
+        return part.read(path, None, cut).astype(leaf.dtype, copy=False)
+    result = np.empty([len(span) for span in ranges], leaf.dtype)
+    flat = result.reshape(-1, *result.shape[stack:])
+    # From the number of each layer in this shard to its place in the flattened stack, whose axes
+    # `[repeats, stages, layers per stage]` have the layers in row-major order.
+    places = itertools.product(*ranges[:stack])
+    layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
+    inner = path.removeprefix(LAYERS)
+    order = part.source.order(inner)
+    for layer in order:  # in which each stored array is read once
+        if layer in layers:
+            flat[layers[layer]] = part.read(inner, layer, cut)
+    # Padding computes what nobody reads, on the numbers of the last layer.
+    padding = [at for layer, at in layers.items() if layer >= len(order)]
+    if padding:
+        flat[padding] = part.read(inner, len(order) - 1, cut)
+    return result
