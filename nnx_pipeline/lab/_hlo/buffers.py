@@ -13,7 +13,7 @@ the whole program in one order, loop bodies included; a live range is a pair of 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nnx_pipeline.lab._hlo.module import Shape, shapes_of
@@ -95,29 +95,11 @@ class BufferText:
 def read_buffers(text: str) -> BufferText:
     """Parses the buffer assignment that a compiler wrote. Raises ValueError for a text without
     allocations, and for a line that cannot be parsed."""
-    lines = text.splitlines()
-    _check_lines(lines)
+    blocks: list[tuple[re.Match[str], list[re.Match[str]]]] = []  # allocations, and their values
     schedule: dict[int, str] = {}
     ranges: dict[tuple[str, str], tuple[int, int]] = {}
-    for line in lines:
-        if found := _POSITION.match(line):
-            schedule[int(found[1])] = found[2]
-        elif found := _RANGE.match(line):
-            ranges[found[1], found[2]] = int(found[3]), int(found[4])
-    allocations = tuple(_allocations(lines, ranges))
-    if not allocations:
-        raise ValueError(f"no allocation in a text that begins with {text[:60]!r}")
-    return BufferText(allocations, schedule)
-
-
-def has_allocations(text: str) -> bool:
-    return re.search(r"^allocation ", text, re.MULTILINE) is not None
-
-
-def _check_lines(lines: list[str]) -> None:
-    """Raises ValueError for a line of an allocation or a live range that cannot be parsed."""
     section: re.Pattern[str] | None = None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         # A line indented by at most two spaces begins a section, whose own lines have four.
         if _SECTION.match(line):
             section = _SECTIONS.get(line)
@@ -126,27 +108,36 @@ def _check_lines(lines: list[str]) -> None:
             pattern = _ALLOCATION
         elif line.startswith(" value:"):
             pattern = _VALUE
-        if pattern and not pattern.match(line):
+        if pattern is None:
+            continue
+        found = pattern.match(line)
+        if found is None:
             raise ValueError(f"line {number} of the buffer assignment: not understood: {line!r}")
+        if pattern is _ALLOCATION:
+            blocks.append((found, []))
+        elif pattern is _VALUE and blocks:
+            blocks[-1][1].append(found)
+        elif pattern is _POSITION:
+            schedule[int(found[1])] = found[2]
+        elif pattern is _RANGE:
+            ranges[found[1], found[2]] = int(found[3]), int(found[4])
+    if not blocks:
+        raise ValueError(f"no allocation in a text that begins with {text[:60]!r}")
+    allocations = [
+        _allocation(head, [_value(found, ranges) for found in values]) for head, values in blocks
+    ]
+    return BufferText(tuple(allocations), schedule)
 
 
-def _allocations(
-    lines: list[str], ranges: Mapping[tuple[str, str], tuple[int, int]]
-) -> Iterator[Allocation]:
-    head: re.Match[str] | None = None
-    values: list[BufferValue] = []
-    # The line added at the end closes the last allocation.
-    for line in [*lines, "allocation 0: size 0, end:"]:
-        if found := _ALLOCATION.match(line):
-            if head:
-                yield _allocation(head, values)
-            head, values = found, []
-        elif head and (found := _VALUE.match(line)):
-            name, index = found[1], (found[2] or "{}")[1:-1]
-            first, last = ranges.get((name, index), _NEVER)
-            path = tuple(map(int, filter(None, index.split(","))))
-            size, offset = int(found[4]), int(found[5])
-            values.append(BufferValue(name, path, size, offset, found[6], first, last))
+def has_allocations(text: str) -> bool:
+    return re.search(r"^allocation ", text, re.MULTILINE) is not None
+
+
+def _value(found: re.Match[str], ranges: Mapping[tuple[str, str], tuple[int, int]]) -> BufferValue:
+    name, index = found[1], (found[2] or "{}")[1:-1]
+    first, last = ranges.get((name, index), _NEVER)
+    path = tuple(map(int, filter(None, index.split(","))))
+    return BufferValue(name, path, int(found[4]), int(found[5]), found[6], first, last)
 
 
 def _allocation(head: re.Match[str], values: list[BufferValue]) -> Allocation:

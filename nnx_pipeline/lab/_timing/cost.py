@@ -16,10 +16,11 @@ the way to the host (`Costs.transfer`).
 
 import itertools
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab._timing.devices import Device
@@ -164,7 +165,7 @@ class Costs:
         if isinstance(flops, str) or not flops:
             return flops
         if is_hand_written(instruction):
-            peak, bound = self._kernel_peak(computation, instruction)
+            peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
             return bound or flops / peak
         wanted = precision_of(computation, instruction)
         rate = product_rate(self.device, wanted)
@@ -215,14 +216,16 @@ class Costs:
         if "flops" not in own:
             return "a kernel that states no operations"
         size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
-        peak, bound = self._kernel_peak(computation, instruction)
+        peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
         # A lower bound holds of every kernel, also of one that is better than most.
         rate = peak * (KERNEL_EFFICIENCY if self.device.clock and not bound else 1.0)
         return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels", bound)
 
-    def _kernel_peak(self, computation: Computation, kernel: Instruction) -> tuple[float, str]:
+    def _kernel_peak(
+        self, kernel: Instruction, operands: Iterable[Sequence[Shape]]
+    ) -> tuple[float, str]:
         """The fastest rate at which a kernel may multiply, and why it may be slower, or ""."""
-        read = [one for shapes in computation.operand_shapes(kernel) for one in shapes]
+        read = [one for shapes in operands for one in shapes]
         if self.device.clock is None:
             dtypes = {"bf16", *(one.dtype for one in read)}
             known = [rate for dtype, rate in self.device.flops.items() if dtype in dtypes]

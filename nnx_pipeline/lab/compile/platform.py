@@ -303,9 +303,7 @@ def _topology(platform: Platform, **options: str) -> Sequence[jax.Device]:
             "found no such device; measure before jax.devices() and other uses of JAX, or set "
             "JAX_PLATFORMS=cpu"
         ) from error
-    except (
-        Exception
-    ) as error:  # the compilers raise many kinds; their first line says what is wrong
+    except Exception as error:  # of many kinds; its first line says what is wrong
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"platform {platform}: the compiler does not offer this topology ({reason[:160]}); "
