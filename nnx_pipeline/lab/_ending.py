@@ -1,10 +1,9 @@
 """Ends a command on SIGINT or SIGTERM: at once, with a one-line message and no unfinished file.
 
-By default Python raises KeyboardInterrupt in the main thread once that returns from C++: after a
-compile of minutes, or in a callback of JAX that swallows it. The interpreter then shuts down while
-threads of XLA still run, which ends in a segmentation fault. In this module a separate thread is
-told of the signal at once, removes unfinished files, prints a line and ends the process. Nothing
-happens before a command calls `answer`.
+By default Python raises KeyboardInterrupt only when the main thread returns from C++, after
+minutes of compiling, and shuts down while threads of XLA still run, which ends in a segmentation
+fault. Here a thread of its own hears the signal, removes unfinished files, prints a line and ends
+the process. Nothing happens before a command calls `answer`.
 """
 
 import _thread
@@ -32,9 +31,8 @@ _answering: list["_Answer"] = []
 def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
     """Calls `undo` if the command is interrupted or terminated within the context.
 
-    - `undo`: removes something unfinished. It is called in another thread, at any point of the
-      context. So it must import nothing, take no lock that the main thread may hold, and accept
-      that what it removes does not exist.
+    It runs in another thread, at any point of the context. So it must import nothing, take no lock
+    that the main thread may hold, and accept that what it removes does not exist.
     """
     entry = object()
     _undo[entry] = undo
@@ -45,18 +43,13 @@ def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def add_note(text: str) -> None:
-    """Adds `text`, once, to the line printed when the command is ended: such as what it saved."""
+    """Adds a text, once, to the line printed when the command is ended: such as what it saved."""
     if text not in _notes:
         _notes.append(text)
 
 
 def line(name: str, code: int, cleared: str = CLEARED) -> str:
-    """The line that a command prints when it was interrupted or terminated.
-
-    - `name`: of the command.
-    - `code`: the exit code, `INTERRUPTED` or `TERMINATED`.
-    - `cleared`: says whether unfinished files were removed.
-    """
+    """The line that the command `name` prints when it was interrupted or terminated."""
     return f"{name}: {'; '.join([_WORDS[code], cleared, *_notes])}"
 
 
@@ -64,9 +57,7 @@ def line(name: str, code: int, cleared: str = CLEARED) -> str:
 def answering(name: str) -> Iterator[None]:
     """Handles the signals as `answer` does, within the context only.
 
-    - `name`: of the command, for the line that it prints.
-
-    If the signals are handled so already, only the notes of an earlier command are cleared.
+    If they are handled so already, only the notes of an earlier command are cleared.
     """
     _notes.clear()
     begun = answer(name)
@@ -78,9 +69,7 @@ def answering(name: str) -> Iterator[None]:
 
 
 def answer(name: str) -> "_Answer | None":
-    """From now on, SIGINT (exit code 130) and SIGTERM (143) end this process as described above.
-
-    - `name`: of the command, for the line that it prints.
+    """Ends this process from now on at SIGINT (exit code 130) and SIGTERM (143).
 
     Returns None, and does nothing, if the signals are handled so already, and outside the main
     thread, because only the main thread may set handlers. A signal that this process was started
@@ -114,7 +103,6 @@ class _Answer:
         _answering.append(self)
 
     def stop(self) -> None:
-        """Restores the signal handlers that were set before."""
         _answering.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -138,7 +126,6 @@ class _Answer:
             time.sleep(60)
 
     def _end(self, code: int, at_once: bool = False) -> None:
-        """Starts to end the process, in other threads unless `at_once` is given."""
         if at_once:
             self._leave(code, "a second signal cut short the removal of unfinished files")
         elif self._begun.acquire(blocking=False):
@@ -155,7 +142,6 @@ class _Answer:
         self._leave(code)
 
     def _give_up(self, code: int) -> None:
-        """Ends the process after `_PATIENCE` seconds, even if `_clear` is not done."""
         time.sleep(_PATIENCE)
         self._leave(code, "the removal of unfinished files took too long")
 

@@ -1,7 +1,4 @@
-"""Files, pictures and the standard streams; an interruption never leaves half a file.
-
-Matplotlib is imported only when a picture is asked for.
-"""
+"""Files, pictures and the standard streams; an interruption never leaves half a file."""
 
 import functools
 import io
@@ -32,12 +29,9 @@ _waiting: dict[Path, int] = {}  # pipes that are open until their text is writte
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or a folder that the user named.
+    """The path of a file or a folder that the user named; raises InputError for an address.
 
-    - `path`: of the file system. One that begins as an address does, such as `gs://`, is never a
-      folder of that name: what was to be in an object store would be on this disk.
-
-    Raises InputError for an address.
+    One that begins as `gs://` does would otherwise be a folder of that name on this disk.
     """
     named = os.fspath(path)
     if _ADDRESS.match(named):
@@ -52,7 +46,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def hold_pipe(path: str | os.PathLike[str]) -> None:
-    """Opens a pipe for `write_whole`, so that its reader stays; of other files nothing is done.
+    """Opens a pipe for `write_whole`, so that its reader stays; does nothing for another file.
 
     Raises OSError, of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
     """
@@ -67,10 +61,8 @@ def hold_pipe(path: str | os.PathLike[str]) -> None:
 def write_whole(path: str, content: bytes) -> None:
     """Writes the whole file or nothing; an old file stays until the new one is complete.
 
-    - `path`: a link is followed; a device or a pipe is written to directly.
-
-    The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
-    which names `path` and not a temporary file.
+    A link is followed; a device or a pipe is written to directly. The permissions are those of the
+    old file, or the usual ones. Raises OSError, which names `path` and not a temporary file.
     """
     target = local(path)
     try:
@@ -86,11 +78,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Writes a file under another name in the same folder and renames it.
-
-    - `target`: the file; a link, a pipe or anything else of that name is replaced and not written
-      to, but for a folder.
-    """
+    """Writes a file by renaming another one in its folder; a link of that name is replaced."""
     old = target.lstat().st_mode if os.path.lexists(target) else 0
     mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
     # The temporary name does not contain the target's, which may have the greatest length allowed.
@@ -122,11 +110,8 @@ def write_text(path: str, text: str) -> None:
 def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
     """The text of a file, in UTF-8 with or without a mark at its beginning.
 
-    - `path`: of a regular file: a pipe would be waited for, and a device may have no end.
-    - `most`: bytes that it may have.
-
-    Raises InputError for anything else than a regular file and for one that is too large, OSError,
-    and UnicodeDecodeError.
+    Raises InputError for one of more than `most` bytes and for anything but a regular file, since a
+    pipe would be waited for and a device may have no end. Raises OSError and UnicodeDecodeError.
     """
     with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
         found = os.fstat(file.fileno())
@@ -146,10 +131,7 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read_text(path: str, most: int = MOST_SETTINGS) -> str:
-    """The text of a file that the user named; raises InputError where it cannot be read.
-
-    - `most`: bytes that it may have.
-    """
+    """The text of a file that the user named; raises InputError where it cannot be read."""
     try:
         return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:
@@ -158,10 +140,7 @@ def read_text(path: str, most: int = MOST_SETTINGS) -> str:
 
 
 def say(text: str, keep: str = "") -> None:
-    """Writes a text as a line to standard error, at once: other threads write there too.
-
-    - `keep`: characters that stay as they are, such as the newlines of a help.
-    """
+    """Writes a line to standard error at once; characters in `keep` stay as they are."""
     # In one piece, as `print` does not.
     sys.stderr.write(f"{printable(text, keep)}\n")
     sys.stderr.flush()
@@ -179,11 +158,7 @@ def use_any_encoding() -> None:
 
 
 def check_picture(path: str | None, option: str = "--picture") -> None:
-    """Raises InputError if no picture can be written to `path`; to be called before any work.
-
-    - `path`: must end in `.png` or `.svg`, and needs matplotlib; None for no picture.
-    - `option`: the command-line option that the error message names.
-    """
+    """Raises InputError unless a picture can be written to `path`; before any work."""
     if path is None:
         return
     if Path(path).suffix.lower() not in KINDS:
@@ -192,10 +167,7 @@ def check_picture(path: str | None, option: str = "--picture") -> None:
 
 
 def save_figure(figure: "Figure", path: str) -> None:
-    """Writes a figure as PNG or SVG: the whole file or nothing.
-
-    - `path`: the file; its suffix, `.png` or `.svg`, decides the format.
-    """
+    """Writes a figure as PNG or SVG, by the suffix of the path: the whole file or nothing."""
     import matplotlib
     from matplotlib.text import Text
 
@@ -213,12 +185,7 @@ def save_figure(figure: "Figure", path: str) -> None:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever has the higher contrast on `colour` by the WCAG formula.
-
-    - `colour`: a background such as `#1f77b4`.
-
-    WCAG are the Web Content Accessibility Guidelines.
-    """
+    """Black or white, whichever has the higher contrast on a `#rrggbb` by the WCAG formula."""
     channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     weights = (0.2126, 0.7152, 0.0722)
     luminance = sum(w * c**2.2 for w, c in zip(weights, channels, strict=True))

@@ -22,8 +22,6 @@ from nnx_pipeline.lab.mesh import MeshConfig
 
 
 class _Target(NamedTuple):
-    """What to compile for: the platform, the mesh laid over its devices, and the first device."""
-
     platform: Platform
     mesh: Mesh | None
     device: jax.Device
@@ -62,7 +60,6 @@ def _measured(
     target: _Target,
     clock: Clock,
 ) -> tuple[Measurement, Traced]:
-    """The measurement of one call, and its trace."""
     platform, mesh, device = target
     check_sizes(arguments)
     call = Call.of(function, arguments)
@@ -90,11 +87,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
-    """A context without a mesh, in which JAX says what kind of device a program is traced for.
-
-    - `arguments`: where one of them is in memory that the device does not list, as on the topology
-      of a GPU, it is on an abstract mesh, which JAX lowers under a mesh alone.
-    """
+    """A context without a mesh, in which JAX says what kind of device a program is traced for."""
     alone = Mesh(np.array([device]), ("device",))
     if not device.addressable_memories() and any(map(memory_kind, jax.tree.leaves(arguments))):
         with jax.set_mesh(alone):

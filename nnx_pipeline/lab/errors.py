@@ -20,10 +20,7 @@ _ACTING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text that can be shown: characters on which a terminal acts are written as escapes.
-
-    - `text`: such as the name of a tensor or a file, which others may have chosen.
-    - `keep`: characters that stay as they are, such as a newline.
+    r"""Writes characters on which a terminal acts as escapes, except those in `keep`.
 
     >>> printable("norm\x1b[31m")
     'norm\\x1b[31m'
@@ -51,9 +48,8 @@ class InputError(ValueError):
 def described(error: BaseException, most: int = 300) -> str:
     """Type and first line of an exception, and the line of the user's source that it came from.
 
-    - `error`: with its traceback. The line is the innermost one outside of Python, installed
-      packages and this project, such as `(step.py:12, in loss)`; it is left out if there is none.
-    - `most`: characters of the first line.
+    That line is the innermost one outside of Python, installed packages and this project, such as
+    `(step.py:12, in loss)`. It is left out if there is none.
     """
     first = (str(error).strip().splitlines() or [""])[0][:most]
     paths, project = sysconfig.get_paths(), Path(__file__).parents[2]
@@ -69,7 +65,7 @@ def described(error: BaseException, most: int = 300) -> str:
 
 
 class Note(UserWarning):
-    """Something about what the user gave that stops nothing; commands print it as one line."""
+    """A warning about what the user gave; commands print it as one line and go on."""
 
 
 def note(message: str) -> None:
@@ -89,13 +85,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def optional(module: str, extra: str, user: str) -> ModuleType:
-    """The module of a package that only an extra of this one brings, imported where it is used.
+    """Imports a module such as `matplotlib.figure` whose package only an extra of this one brings.
 
-    - `module`: its dotted name, such as `matplotlib.figure`.
-    - `extra`: the extra, which the error names.
-    - `user`: what needs the package, as the error begins.
-
-    Raises InputError where it cannot be imported.
+    Raises InputError, which begins with `user` and names the extra, where it cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -105,7 +97,6 @@ def optional(module: str, extra: str, user: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """The command that brings an extra of this package."""
     return f"pip install 'nnx-pipeline[{extra}]'"
 
 
@@ -137,11 +128,7 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def unparsed(error: Exception, cure: str | None = None) -> str:
-    """Why a text of YAML or JSON cannot be read, with the cure, in one line.
-
-    - `error`: which the parser raised.
-    - `cure`: takes the place of the cure that the error has.
-    """
+    """Why a text of YAML or JSON cannot be read; `cure` replaces the cure that the error has."""
     if isinstance(error, RecursionError):
         reason, own = "its values are nested too deeply", "give something flatter"
     else:
@@ -152,7 +139,7 @@ def unparsed(error: Exception, cure: str | None = None) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in a message: dtype and shape of an array, of anything else its type.
+    """Dtype and shape of an array, and of anything else its type.
 
     >>> kind_of([1, 2])
     'list'
@@ -162,27 +149,18 @@ def kind_of(value: object) -> str:
 
 
 def counted(number: int | None, what: str) -> str:
-    """A number of things: `1 repeat`, `2 stages`, `2 branches`.
-
-    - `number`: how many; None where it is not known.
-    - `what`: one of them.
-    """
+    """A number of things, of which `what` names one: `1 repeat`, `2 stages`, `2 branches`."""
     ending = "es" if what.endswith("ch") else "s"
     return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def do_not_split(number: int, what: str) -> str:
-    """`1 layer does not split` or `2 layers do not split`; both arguments are as of `counted`."""
+    """`1 layer does not split` or `2 layers do not split`."""
     return f"{counted(number, what)} {'does' if number == 1 else 'do'} not split"
 
 
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
-    """Raises InputError unless `value` is among `choices`.
-
-    - `field`: the name of the value in the error message.
-    - `value`: what is checked.
-    - `choices`: the values that are allowed; a value of another type is not, even if it is equal.
-    """
+    """Raises InputError unless `value` is among `choices` and of the same type as that choice."""
     choices = tuple(choices)
     # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
@@ -194,21 +172,14 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
 
 
 def of_type(name: str, value: object, kind: type) -> None:
-    """Raises InputError unless a value is of a type.
-
-    - `name`: what to call the value in the error message.
-    """
     if not isinstance(value, kind):
         raise InputError(f"{name} is of type {type(value).__name__}; give {kind.__name__}")
 
 
 def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
-    """Raises InputError unless `divisor` divides `value`.
+    """Raises InputError unless `divisor`, of 1 or more, divides `value`.
 
-    - `divisor`: a whole number of 1 or more.
-    - `value`: the number that it must divide.
-    - `rule`: the text that says what does not divide; the error adds the nearest fitting values.
-    - `cure`: another cure, which the error adds after those.
+    The error begins with `rule`, and adds the nearest multiples and then `cure`.
     """
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
@@ -218,12 +189,7 @@ def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
 
 
 def is_divisor(value: int, whole: int, *, rule: str) -> None:
-    """Raises InputError unless `value` divides `whole`.
-
-    - `value`: a whole number of 1 or more.
-    - `whole`: the number that it must divide.
-    - `rule`: the text that says what does not divide; the error adds all values that do.
-    """
+    """Raises InputError, `rule` and all divisors of `whole`, unless `value` is one of them."""
     if whole % value:
         small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
         fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))
@@ -231,11 +197,7 @@ def is_divisor(value: int, whole: int, *, rule: str) -> None:
 
 
 def number(config: object, name: str) -> float:
-    """The value of a field; raises InputError unless it is a finite number.
-
-    - `config`: the object that has the field.
-    - `name`: the name of the field, which the message repeats.
-    """
+    """Returns a field of `config`; raises InputError unless it is a finite number."""
     # bool is a subclass of int, and True is not meant as a number.
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
@@ -244,12 +206,7 @@ def number(config: object, name: str) -> float:
 
 
 def at_least(config: object, minimum: float, *names: str) -> None:
-    """Raises InputError unless some fields are finite numbers, and not below a minimum.
-
-    - `config`: the object that has the fields.
-    - `minimum`: the smallest number that is allowed.
-    - `names`: the names of the fields.
-    """
+    """Raises InputError unless these fields are finite numbers of `minimum` or more."""
     for name in names:
         if number(config, name) < minimum:
             value = getattr(config, name)
@@ -257,19 +214,14 @@ def at_least(config: object, minimum: float, *names: str) -> None:
 
 
 def above_zero(config: object, *names: str) -> None:
-    """Raises InputError unless all fields `names` of `config` are numbers above 0."""
+    """Raises InputError unless these fields are finite numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
             raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")
 
 
 def whole(config: object, *names: str, most: int = MOST) -> None:
-    """Raises InputError unless fields are whole numbers of 1 or more.
-
-    - `config`: the object that has the fields.
-    - `names`: the names of the fields.
-    - `most`: the largest number that is allowed.
-    """
+    """Raises InputError unless these fields are whole numbers from 1 to `most`."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -31,14 +31,10 @@ _COMMAND = "from nnx_pipeline.lab._cli.main import main; main()"
 
 
 def run_across(text: str, subject: Subject, target: Target, json_path: str | None) -> None:
-    """Compiles one training step with each version of JAX and shows what changes.
+    """Compiles one training step with each version of JAX in `jax=0.10.2,0.12.0.1`, and compares.
 
-    - `text`: the value of `--across`, such as `jax=0.10.2,0.12.0.1`.
-    - `subject`, `target`: what to compile, on which mesh and for what.
-    - `json_path`: where the JSON goes.
-
-    Raises InputError for a text of another form and for versions that cannot be had, and Failed if
-    an environment could not be built or a program did not compile.
+    Raises InputError for another form and for versions that cannot be had, and Failed if an
+    environment could not be built or a program did not compile.
     """
     versions = parse_versions(text)
     if subject.config is None:
@@ -79,10 +75,7 @@ def run_across(text: str, subject: Subject, target: Target, json_path: str | Non
 
 
 def parse_versions(text: str) -> list[str]:
-    """The versions in a text such as `jax=0.10.2,0.12.0.1`.
-
-    Raises InputError for a text of another form, and for fewer than two different versions.
-    """
+    """The versions in a text such as `jax=0.10.2,0.12.0.1`; two different ones or more."""
     package, _, values = text.partition("=")
     versions = [value.strip() for value in values.split(",")]
     if package.strip() != "jax" or not all(map(_is_version, versions)):
@@ -107,7 +100,6 @@ def _is_version(text: str) -> bool:
 
 
 def _python(version: str, platform: Platform, folder: Path, say: Progress) -> str:
-    """The Python that has this version: the running one, or that of an environment."""
     if version == jax.__version__ and all(platform.versions().values()):
         say(f"jax {version}: it is installed here")
         return sys.executable
@@ -117,12 +109,7 @@ def _python(version: str, platform: Platform, folder: Path, say: Progress) -> st
 def _compiled(
     version: str, python: str, words: Sequence[str], say: Progress
 ) -> tuple[dict[str, Any], int]:
-    """The JSON of `measure` with one version of JAX, or the error that stopped it; the exit code.
-
-    - `version`: of JAX, which `python` has.
-    - `words`: what follows `measure`.
-    - `say`: called with each line of progress.
-    """
+    """The JSON of `measure` with one version of JAX, or the error; then the exit code."""
     with tempfile.TemporaryDirectory(prefix="nnx-pipeline-") as folder:
         # This package alone: beside it in its folder another JAX may be installed.
         (Path(folder) / PACKAGE.name).symlink_to(PACKAGE, target_is_directory=True)
@@ -140,7 +127,7 @@ def _compiled(
 
 
 def _offer_presets(folder: Path) -> None:
-    """Makes the entry points of this project known to a Python that has it on its path alone."""
+    """Makes the entry points of this project known to a Python with `folder` on its path."""
     installed = importlib.metadata.distribution(environments.PROJECT)
     info = folder / f"{PACKAGE.name}-{installed.version}.dist-info"
     info.mkdir()
@@ -149,11 +136,7 @@ def _offer_presets(folder: Path) -> None:
 
 
 def _reason(code: int, said: str) -> str:
-    """Why a process gave no figures, in one line.
-
-    - `code`: its exit status; below zero for the signal that ended it.
-    - `said`: all that it printed to standard error.
-    """
+    """Why a process gave no figures, in one line; a `code` below 0 is the signal that ended it."""
     lines = [line for line in said.splitlines() if line.strip()]
     if code >= 0:
         return (lines or [f"exit status {code}"])[-1].removeprefix("nnx-pipeline: ")

@@ -157,7 +157,6 @@ _OF_PRESETS = {
 
 
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
-    """The two functions to compare: one function is compared with itself under other settings."""
     if strangers := [name for name in names if not is_function(name)]:
         raise InputError(
             f"a function is compared with a function of the same arguments, and {strangers[0]} is "
@@ -218,20 +217,13 @@ def memory_command(
 
 @dataclass(frozen=True)
 class LimitsInMB:
-    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes).
-
-    - `large`: the size below which arrays are not reported.
-    - `one_hot`: the size below which one-hot arrays are not reported.
-    """
+    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes)."""
 
     large: float
     one_hot: float
 
     def limits(self) -> Limits:
-        """The limits in bytes.
-
-        Raises InputError for a size that is infinite or not a number.
-        """
+        """The limits in bytes; raises InputError unless they are finite."""
         from nnx_pipeline.lab.lint.finding import Limits
 
         for option, size in (("--large", self.large), ("--one-hot", self.one_hot)):

@@ -22,11 +22,7 @@ def run_compare(
     pairs: Sequence[tuple[Platform, Platform]],
     outputs: Outputs,
 ) -> None:
-    """Compares two functions of the same arguments; raises Failed where one does not compile.
-
-    - `names`: of the functions.
-    - `pairs`: the platform of each arm, once for each kind of matrix products.
-    """
+    """Compares two functions, with each pair of platforms; raises Failed if one fails."""
     with progress() as say, compiler_errors():
         grid, given = inputs.on(target.mesh_config, pairs[0][0])
         one, other = (

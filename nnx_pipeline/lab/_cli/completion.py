@@ -23,8 +23,6 @@ PLATFORMS = (
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> Complete:
-    """Completes to the names that begin as the word does."""
-
     def complete(
         context: click.Context, parameter: click.Parameter, word: str
     ) -> list[CompletionItem]:

@@ -28,11 +28,8 @@ def execute(
 ) -> tuple[int, str]:
     """Runs a process to its end, and ends it if this process is interrupted.
 
-    - `command`: the program and its arguments. What it prints to standard output is dropped.
-    - `say`: called with each line that it prints to standard error.
-    - `environment`: its environment variables; None for those of this process.
-
-    Returns its exit status and all that it printed to standard error.
+    Gives each line of its standard error to `say`, and drops its standard output. Returns its exit
+    status and all of its standard error.
     """
     process = subprocess.Popen(
         command,
@@ -51,10 +48,7 @@ def execute(
 
 
 def requirements(kind: str) -> list[str]:
-    """What this project needs for one kind of platform, as its own package says.
-
-    - `kind`: of the platform: `cpu`, `tpu` or `cuda`.
-    """
+    """What this project needs for a kind of platform (`cpu`, `tpu`, `cuda`), by its metadata."""
     found = map(Requirement, importlib.metadata.requires(PROJECT) or [])
     wanted = {"extra": _EXTRAS[kind]}
     needed = [one for one in found if one.marker is None or one.marker.evaluate(wanted)]
@@ -62,7 +56,6 @@ def requirements(kind: str) -> list[str]:
 
 
 def check_version(version: str) -> None:
-    """Raises InputError for a version of JAX that this project does not work with."""
     for one in map(Requirement, requirements("cpu")):
         if one.name == "jax" and not one.specifier.contains(version, prereleases=True):
             raise InputError(
@@ -72,15 +65,11 @@ def check_version(version: str) -> None:
 
 
 def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
-    """The Python of an environment with one version of JAX; builds the environment if need be.
+    """The Python of an environment with this version of JAX and this kind of platform's compiler.
 
-    - `version`: of JAX.
-    - `kind`: of the platform whose compiler it has: `cpu`, `tpu` or `cuda`.
-    - `folder`: where environments are kept.
-    - `say`: called with a text when a phase begins.
-
-    An environment gets its name when it is complete, so that one whose making was interrupted is
-    not found. It holds what this project needs, and not the project, whose source may change.
+    Builds the environment in `folder` if need be. It gets its name when it is complete, so that one
+    whose making was interrupted is not found. It holds what this project needs, and not the
+    project, whose source may change.
 
     Raises InputError for a version that does not exist or that no Python here supports, and Failed
     with the last line of pip for any other reason.
@@ -162,13 +151,11 @@ def _pythons() -> Iterator[str]:
 
 
 def _needs_another_python(said: str, version: str) -> bool:
-    """Whether pip refuses only because of the Python that it runs on."""
     ignored = re.search(rf"(?<![\d.]){re.escape(version)} Requires-Python", said)
     return bool(ignored) or "No matching distribution found for jaxlib" in said
 
 
 def _error(said: str, version: str) -> Exception:
-    """The error for what pip said."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     last = [*lines, *errors][-1].removeprefix("ERROR: ")

@@ -28,9 +28,7 @@ from nnx_pipeline.lab.mesh import MeshConfig
 def measured(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform]
 ) -> list[Measurement]:
-    """The figures of a subject for each platform.
-
-    - `platforms`: they differ in the kind of matrix products alone.
+    """The figures of a subject for platforms that differ in the kind of matrix products alone.
 
     Raises InputError for what does not fit together, and Failed where it does not compile.
     """
@@ -46,7 +44,6 @@ def measured(
 def run_measure(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], written: Written
 ) -> None:
-    """Shows what a subject costs."""
     results = measured(subject, mesh, platforms)
     advice: dict[str, Mapping[str, str]] = {}
     if subject.config is not None:
@@ -61,10 +58,7 @@ def run_measure(
 def run_memory(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
 ) -> None:
-    """Shows what the memory holds at its peak.
-
-    - `most`: rows of buffers.
-    """
+    """Shows what the memory holds at its peak, in at most `most` rows of buffers."""
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
     found = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
@@ -91,12 +85,10 @@ def run_memory(
 
 
 def _by_line(result: Measurement) -> list[dict[str, Any]] | None:
-    """The estimated compute by line, kind and pass; None where there is no estimate."""
     return None if result.time is None else [dataclasses.asdict(row) for row in result.time.rows]
 
 
 def _with_buffers(result: Measurement) -> Attribution:
-    """The buffers of a program; raises Failed with the reason where they are not known."""
     if result.attribution is None:
         if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
             raise Failed(unread[0])

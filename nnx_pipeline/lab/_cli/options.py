@@ -24,11 +24,9 @@ COUNT = click.IntRange(1, MOST)  # of an option that says how many
 def bundled(
     name: str, kind: type[Any], *options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """A decorator that adds several options to a command and passes them on as one object.
+    """A decorator that adds options to a command, which receives them as one object, called `name`.
 
-    - `name`: the command's parameter that receives the object.
-    - `kind`: the dataclass of the object, with one field for each option.
-    - `options`: decorators of Click, in the order in which `--help` lists them.
+    The dataclass `kind` has one field for each option. `--help` lists the options in this order.
     """
 
     def add(command: Command) -> Command:
@@ -94,8 +92,7 @@ written_options = bundled(
 def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[Command], Command]:
     """A decorator that adds `--model` and `--set`, which the command receives as `chosen`.
 
-    - `required`: whether `--model` must be given.
-    - `hidden`: whether `--model` is an old spelling, which `--help` leaves out.
+    A `hidden` `--model` is an old spelling, which `--help` leaves out.
     """
     return bundled(
         "chosen",
@@ -120,14 +117,13 @@ def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[
 
 
 def config_of(chosen: Chosen) -> Any:
-    """The config of a preset with its overrides; raises InputError for an unknown one."""
     return presets().config_of(str(chosen.model), chosen.assignments)
 
 
 def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
     """A decorator that adds `--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`.
 
-    - `kind`: `TwoArms` for a command that also has `--xla-a` and `--xla-b`.
+    With `TwoArms` it adds `--xla-a` and `--xla-b`.
     """
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
     options = [mesh_option(default), platform_option, gemm_option]
@@ -212,11 +208,7 @@ def is_given(option: str) -> bool:
 
 
 def check_alone(option: str, *besides: str) -> None:
-    """Raises InputError if the command line has options that would be ignored beside this one.
-
-    - `option`: the name of the parameter that the option fills, such as `list_only`.
-    - `besides`: names of the parameters that may be given with it.
-    """
+    """Raises InputError for options beside `option` that it ignores, all but `besides`."""
     context = click.get_current_context()
     flags = {one.name: one.opts[0] for one in context.command.params}
     unread = [

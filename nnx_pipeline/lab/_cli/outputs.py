@@ -22,12 +22,7 @@ _OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that a command writes its result to.
-
-    - `html_path`, `chart_path`, `json_path`: the values of `--html`, `--chart` and `--json`, None
-      where the option is not given.
-    - `explain`: the value of `--explain`.
-    """
+    """The values of `--html`, `--chart`, `--json` and `--explain`; None where not given."""
 
     html_path: str | None
     chart_path: str | None
@@ -35,7 +30,6 @@ class Outputs:
     explain: bool
 
     def say_words(self, *groups: Mapping[str, str]) -> None:
-        """Shows what the words of the tables mean, or the option that would; see `say_words`."""
         say_words(self.explain, self.json_path, *groups)
 
     def check(self) -> None:
@@ -46,12 +40,10 @@ class Outputs:
         check_picture(self.chart_path, "--chart")
 
     def write_outcomes(self, title: str, outcomes: Sequence[Sequence[Outcome]]) -> None:
-        """Writes the page and the chart of an A/B comparison, if their options are given.
+        """Writes the page and the chart of a comparison, if their options are given.
 
-        Each file is written whole or not at all.
-
-        - `outcomes`: one entry with the outcomes of the experiments, or two entries for the same
-          experiments: with Triton's matrix products and with cuBLASLt's.
+        `outcomes` has one entry with the outcomes of the experiments, or two for the same
+        experiments: with Triton's matrix products and with cuBLASLt's.
         """
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
@@ -64,10 +56,9 @@ class Outputs:
             save_figure(outcomes_chart(title, *outcomes), self.chart_path)
 
     def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
-        """Writes the page and the chart of one program, if their options are given.
+        """Writes the page, with `top` rows of buffers, and the chart of one program, if asked for.
 
-        - `measured`: the program once, or with Triton's matrix products and with cuBLASLt's.
-        - `top`: how many rows of buffers the page shows.
+        `measured` has the program once, or with Triton's and with cuBLASLt's matrix products.
         """
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
@@ -82,12 +73,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Written:
-    """The values of `--hlo`, `--json` and `--explain`.
-
-    - `hlo_path`: where the text of the program goes.
-    - `json_path`: where the JSON goes.
-    - `explain`: whether the words of the tables are explained.
-    """
+    """The values of `--hlo`, `--json` and `--explain`."""
 
     hlo_path: str | None
     json_path: str | None
@@ -95,12 +81,7 @@ class Written:
 
 
 def say_words(explain: bool, json_path: str | None, *groups: Mapping[str, str]) -> None:
-    """Shows what the words of the tables mean, or names the option that does.
-
-    - `explain`: the value of `--explain`.
-    - `json_path`: the value of `--json`; nothing is shown where JSON goes to standard output.
-    - `groups`: words and their meanings, from `view.words`.
-    """
+    """Shows what the words of the tables mean, or names the option that does."""
     from rich.text import Text
 
     from nnx_pipeline.lab._report.output import show
@@ -112,7 +93,7 @@ def say_words(explain: bool, json_path: str | None, *groups: Mapping[str, str]) 
 
 
 def _command_line() -> str:
-    """The command as typed, without output files: their paths mean nothing on another machine."""
+    """The command as typed, without output files: they mean nothing on another machine."""
     context = click.get_current_context()
     words = context.command_path.split()
     for parameter in context.command.params:

@@ -24,11 +24,10 @@ from nnx_pipeline.lab.errors import printable
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows on standard error what the command is doing.
+    """Yields a function that shows on standard error what the command is doing, and for how long.
 
-    In a terminal each text replaces the one before it, elsewhere each is a line of its own. Before
-    it stands the time since the beginning. What user functions print meanwhile goes to standard
-    error too, since standard output may be JSON.
+    In a terminal each text replaces the one before it, elsewhere each is a line of its own. What
+    user functions print meanwhile goes to standard error too, since standard output may be JSON.
     """
     console = Screen(stderr=True)
     began = time.monotonic()
@@ -54,7 +53,7 @@ LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no
 
 
 class _Words(ProgressColumn):
-    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is that since the beginning."""
+    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is since the beginning."""
 
     def __init__(self) -> None:
         super().__init__(table_column=Column(no_wrap=True))
@@ -77,15 +76,10 @@ def _time(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yields a function (text, by=1) that moves a progress bar on standard error.
+    """Yields a function (text, by=1) that moves a progress bar, with the text beside it.
 
-    - `what`: is being done.
-    - `total`: how many steps there are.
-    - `text`: beside the bar until the first step; the function takes that for the next ones.
-    - `done`: how many steps were done before.
-
-    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
-    one every ten seconds.
+    `done` of `total` steps were done before. Where standard error is no terminal, there are lines
+    in place of a bar: the first, the last, and one every ten seconds.
     """
     console = Screen(stderr=True)
     if not console.is_terminal:
@@ -98,7 +92,6 @@ def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..
 
 
 def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
-    """What `bar` yields where there is no terminal."""
     began = said = time.monotonic()
 
     def tell(text: str) -> None:

@@ -27,8 +27,8 @@ WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
 class Inputs:
     """The values of `--inputs` and `--arg`, the two ways to give a function its abstract arguments.
 
-    - `inputs`: `module:function` of a function that returns the tuple of arguments, or None.
-    - `arguments`: one text for each argument, such as `bfloat16[8@data,128]`.
+    `inputs` is the `module:function` of a function that returns the tuple of arguments, or None;
+    `arguments` has one text for each argument, such as `bfloat16[8@data,128]`.
     """
 
     inputs: str | None
@@ -37,11 +37,7 @@ class Inputs:
     def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
         """The mesh over the devices of a platform, and the arguments, sharded as they say.
 
-        - `config`: the axes of the mesh.
-        - `platform`: what is compiled for. Where it has no devices, the function of `--inputs` runs
-          on virtual CPU devices, as it may compute arrays.
-
-        Raises InputError as in `arguments_of`.
+        Raises InputError as `arguments_of` does.
         """
         import jax
 
@@ -77,10 +73,8 @@ inputs_options = bundled(
 class Subject:
     """What is measured: one training step of a preset, or one call of a function.
 
-    - `name`: as the command line names it.
-    - `assignments`: overrides of the preset's config, `key=value` each.
-    - `inputs`: the arguments of the function.
-    - `config`: of the preset; None for a function.
+    A function has no `assignments` (`key=value` each) and the config None; a preset has no
+    `inputs`.
     """
 
     name: str
@@ -89,30 +83,23 @@ class Subject:
     config: Any
 
     def words(self) -> list[str]:
-        """A preset as it is written on a command line."""
         return [self.name, *(word for text in self.assignments for word in ("--set", text))]
 
     def title(self, mesh: MeshConfig) -> str:
-        """What is measured, for the head of a table."""
         if self.config is None:
             return f"{self.name} on {mesh}"
         return presets().title(self.name, self.config, mesh)
 
 
 def is_function(name: str) -> bool:
-    """Whether the name of a subject is that of a function, and not of a preset."""
     return ":" in name
 
 
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
-    """The subject that the command line names.
+    """The subject that the command line names, as the argument `name` or by `--model`.
 
-    - `name`: a preset, `module:function` or `file.py:function`; None where `--model` names it.
-    - `chosen`: `--model`, and the overrides of `--set`, which need a preset.
-    - `inputs`: allowed with a function alone.
-    - `mesh`: on which the model of a preset must fit.
-
-    Raises InputError unless there is one subject, and for an option that it would ignore.
+    Raises InputError unless there is one subject, for an option that it would ignore, and where the
+    model of a preset does not fit on the mesh.
     """
     if (name is None) == (chosen.model is None):
         found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
@@ -136,7 +123,7 @@ def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfi
 
 
 def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument SUBJECT and its options, received as `name`, `inputs` and `chosen`."""
+    """Adds the argument SUBJECT and its options, received as `name`, `inputs`, `chosen`."""
     argument = click.argument(
         "name", required=False, metavar="SUBJECT", shell_complete=completion.presets
     )
@@ -144,7 +131,7 @@ def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OfSubject(click.Command):
-    """A command that is given what it measures; where an old spelling was used, it says the new."""
+    """A command that is given what it measures; it says the new spelling after an old one."""
 
     def invoke(self, ctx: click.Context) -> Any:
         result = super().invoke(ctx)

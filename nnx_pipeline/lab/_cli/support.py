@@ -22,10 +22,7 @@ class Failed(Exception):
 
 
 def main_of(group: click.Group, name: str) -> Callable[[], None]:
-    """An entry point that reports every expected error as one line on standard error.
-
-    - `group`: the Click group that it runs.
-    - `name`: of the program, as its messages give it.
+    """An entry point that runs a group and reports every expected error as one line.
 
     Exit codes: 0 for success, 1 where the command failed, 2 for bad input, and 130 or 143 for a run
     that was interrupted or terminated, after its unfinished files were removed.
@@ -88,7 +85,6 @@ def _code(error: OSError) -> int:
 
 
 def _end(message: str, code: int) -> None:
-    """Prints the message as one line on standard error and exits with that code."""
     words = " ".join(message.split())
     if len(words) > LONGEST_LINE:  # the beginning has the rule, and the end has the cure
         words = f"{words[: LONGEST_LINE // 2]} … {words[-LONGEST_LINE // 2 :]}"
@@ -100,9 +96,9 @@ def _end(message: str, code: int) -> None:
 def compiler_errors(kind: type[Exception] = Failed) -> Iterator[None]:
     """Turns an exception of tracing, compiling or running into `kind` with its first line.
 
-    The message ends with the line of the user's source from which the exception came. InputError,
-    Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of `sys.exit`
-    in a user function counts as a failure.
+    The message ends with the line of the user's source from which the exception came. Errors of the
+    commands, of Click and of files pass unchanged. A call of `sys.exit` in a user function counts
+    as a failure.
     """
     try:
         yield

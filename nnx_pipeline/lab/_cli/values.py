@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The values of `--model` and `--set`.
-
-    - `model`: the name of a preset; None where a command works without one.
-    - `assignments`: overrides of config fields, `key=value` each.
-    """
+    """The values of `--model`, None without a preset, and of `--set`, `key=value` each."""
 
     model: str | None
     assignments: tuple[str, ...]
@@ -33,11 +29,8 @@ class Chosen:
 class Target:
     """The values of `--mesh`, `--platform`, `--gemm` and `--xla`.
 
-    - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
-    - `platform`: what to compile for, such as `tpu:v5p:2x2x2`; "" where none is named.
-    - `gemm`: what matrix products become on NVIDIA platforms: `triton`, `cublas`, `both`, or None
-      where the option is not given.
-    - `xla`: settings of the compiler, `NAME=VALUE` or `@SET` each.
+    An empty `mesh` is one device, and `platform` is "" and `gemm` None where they are not given.
+    `xla` has settings of the compiler, `NAME=VALUE` or `@SET` each.
     """
 
     mesh: str
@@ -57,26 +50,20 @@ class Target:
         return dataclasses.replace(self, platform=platform)
 
     def words(self) -> list[str]:
-        """These options as they are written on a command line."""
         gemm = ["--gemm", self.gemm] if self.gemm is not None else []
         settings = [word for text in self.xla for word in ("--xla", text)]
         return ["--mesh", self.mesh, "--platform", self.platform, *gemm, *settings]
 
     @property
     def mesh_config(self) -> MeshConfig:
-        """The sizes of the mesh axes.
-
-        Raises InputError for a text that is no mesh.
-        """
         return MeshConfig.parse(self.mesh)
 
     def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
         """The platform; an NVIDIA one once for each kind of matrix products that is asked for.
 
-        - `own`: settings of one arm, which win over those of both.
-
-        Raises InputError as in `Platform.parse`, for an unknown kind of matrix products, for
-        `--gemm` with another platform, and for a setting that contradicts it.
+        `own` has settings of one arm, which win over those of both. Raises InputError as
+        `Platform.parse` does, and for a `--gemm` that is unknown, unused or contradicted by a
+        setting.
         """
         settings = parse_settings(self.xla, own)
         platform = Platform.parse(self.platform).with_settings(settings)
@@ -104,12 +91,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Measuring:
-    """The values of `--list`, `--sweep` and `--fresh`, which are for experiments.
-
-    - `listed`: whether the experiments are listed, and nothing is measured.
-    - `sweeps`: `field=value,value` for each field.
-    - `fresh`: whether to measure again what the cache holds.
-    """
+    """The values of `--list`, `--sweep` (`field=value,value`) and `--fresh`, for experiments."""
 
     listed: bool
     sweeps: tuple[str, ...]
@@ -118,22 +100,16 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Place:
-    """The values of `--mesh` and `--platform`, for a command that runs on devices.
-
-    - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
-    - `platform`: `cpu` or `local`.
-    """
+    """The values of `--mesh` and `--platform`, for a command that runs on devices."""
 
     mesh: str
     platform: str
 
     @property
     def mesh_config(self) -> MeshConfig:
-        """The sizes of the mesh axes; raises InputError for a text that is no mesh."""
         return MeshConfig.parse(self.mesh)
 
     def devices(self) -> Sequence[Any]:
-        """The devices of the platform; raises InputError for a platform without devices."""
         target, number = Platform.parse(self.platform), self.mesh_config.num_devices
         if not target.is_real:
             raise InputError(
@@ -142,16 +118,12 @@ class Place:
         return target.devices(number)
 
     def grid(self, devices: Sequence[Any], sharding: Literal["explicit", "auto"]) -> Mesh:
-        """The mesh over these devices, with axes of the kind `explicit` or `auto`."""
         return make_mesh(self.mesh_config, devices, sharding=sharding)
 
 
 @dataclass(frozen=True)
 class TwoArms(Target):
-    """The values of `--xla-a` and `--xla-b`, beside those that both arms have in common.
-
-    - `xla_a`, `xla_b`: settings of the compiler for one arm.
-    """
+    """The values of `--xla-a` and `--xla-b`, beside those that both arms have in common."""
 
     xla_a: tuple[str, ...] = ()
     xla_b: tuple[str, ...] = ()
@@ -173,7 +145,5 @@ class TwoArms(Target):
         """The platform of each arm; for NVIDIA once for each kind of matrix products.
 
         An arm whose settings choose the matrix products stands beside Triton's alone.
-
-        Raises InputError as `platforms` does.
         """
         return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))

@@ -17,11 +17,7 @@ _WIDTH, _HEIGHT = 1000, 300  # of a drawing in SVG units, before it is stretched
 
 
 class DrawnArm(NamedTuple):
-    """One program in a chart.
-
-    - `key`: its letter, `a` or `b`, which also decides its colour.
-    - `is_alone`: whether it is the only one, whose letter nobody asks for.
-    """
+    """One program in a chart; its letter also decides its colour, and is not shown if alone."""
 
     key: str
     label: str
@@ -83,10 +79,7 @@ def _total(size: int) -> Markup:
 
 
 class Axis(NamedTuple):
-    """An axis from `low` to `high`.
-
-    - `ticks`: the values at which there is a grid line.
-    """
+    """An axis from `low` to `high`, with grid lines at `ticks`."""
 
     low: float
     high: float
@@ -98,10 +91,7 @@ class Axis(NamedTuple):
 
 
 def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
-    """An axis from zero to the largest value or above, with ticks at round numbers.
-
-    - `most`: the most steps that the axis has.
-    """
+    """An axis to the largest value or above, with `most` round steps at most."""
     if largest <= 0:
         return Axis(0.0, 1.0, (0.0, 1.0))
     rough = largest / most
@@ -115,7 +105,7 @@ def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
 def timeline(arms: Sequence[DrawnArm]) -> Markup:
     """Live bytes of the heap over the schedule, from the first to the last instruction.
 
-    - `arms`: programs whose attribution has a timeline; each is stretched to the whole width.
+    Each program is stretched to the whole width.
     """
     y = axis_from_zero(max(arm.attribution.heap_bytes for arm in arms) / 1e6)
     lines, marks, words = [], [], []
@@ -157,10 +147,8 @@ def plot(
 ) -> Markup:
     """A drawing area with grid lines at the ticks of an axis and their labels to the left.
 
-    - `shapes`: SVG elements, in units of `_WIDTH` by `_HEIGHT`.
-    - `marks`: HTML elements that lie over the drawing.
-    - `y_words`: the label of each of its ticks.
-    - `label`: the drawing in words, for screen readers.
+    `shapes` are SVG elements, in units of `_WIDTH` by `_HEIGHT`; `marks` are HTML elements over
+    them; `label` is the drawing in words, for screen readers.
     """
     grid, names = [], []
     for tick, word in zip(y.ticks, y_words, strict=True):

@@ -39,12 +39,10 @@ NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes hold i
 def outcomes_page(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = (), *, command: str = ""
 ) -> str:
-    """The report of `ab` or `compare` as one HTML file.
+    """The report of `compare` as one HTML file.
 
-    - `title`: the heading, which names model, mesh and platform.
-    - `cublas`: the same experiments with cuBLASLt's matrix products, shown where they change
-      something.
-    - `command`: the command line that makes the page again, as it was given.
+    `cublas` has the same experiments with cuBLASLt's matrix products, shown where they change
+    something; `command` is the command line that makes the page again.
     """
     measured = [m for outcome in (*outcomes, *cublas) for m in (outcome.a, outcome.b) if m]
     both = list(zip_longest(outcomes, cublas))
@@ -61,12 +59,9 @@ def outcomes_page(
 def measurement_page(
     title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
 ) -> str:
-    """The report of one program as one HTML file.
+    """The report of one program as one HTML file, with `top` rows in each list of buffers.
 
-    - `title`: the heading, and the label of the program.
-    - `measured`: the program with Triton's matrix products and with cuBLASLt's, or one of them.
-    - `command`: the command line that makes the page again, as it was given.
-    - `top`: how many rows the lists of the largest buffers have.
+    `measured` has the program with Triton's and with cuBLASLt's matrix products, or one of them.
     """
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
@@ -88,12 +83,7 @@ def measurement_page(
 
 @dataclass(frozen=True)
 class _Page:
-    """The header and the footer that go around the body of a page.
-
-    - `notes`: the compiler and whatever else a reader has to know about the figures.
-    - `command`: the command line that made the page; "" leaves it out.
-    - `words`: the words that the footer explains, in groups.
-    """
+    """The header and the footer that go around the body of a page."""
 
     title: str
     notes: Sequence[Remark]
@@ -101,7 +91,6 @@ class _Page:
     words: Sequence[Mapping[str, str]]
 
     def around(self, body: Markup) -> str:
-        """The whole HTML document with this body."""
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         header = element(
             "header",

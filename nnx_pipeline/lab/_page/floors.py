@@ -17,10 +17,7 @@ from nnx_pipeline.lab.compile.measure import Measurement
 
 
 def floors(arms: Sequence[LabelledProgram]) -> Markup | None:
-    """Measured over floor of each program, with the terms and the roles between, to be opened.
-
-    - `arms`: the programs; one whose floor is not known says why.
-    """
+    """Measured over floor of each program, with the terms and the roles between, to be opened."""
     known = [_floor(arm.key, arm.result) for arm in arms if arm.result and arm.result.floor]
     return fragment(known) if known else None
 

@@ -26,10 +26,9 @@ _SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
 
 
 class LabelledProgram(NamedTuple):
-    """One of the programs of a table.
+    """One of the programs of a table: its letter, `a`, `b` or "", its label and its figures.
 
-    - `key`: its letter, `a` or `b`; "" for one on its own.
-    - `result`: its figures; None where it did not compile.
+    A program that did not compile has None for them.
     """
 
     key: str
@@ -47,10 +46,8 @@ def table(
 ) -> Markup:
     """An HTML table whose first cell of each row is the heading of the row.
 
-    - `caption`: the title above the table; None for none.
-    - `rows`: the cells of each row, as for `element`.
-    - `numbers`: how many columns at the end hold figures.
-    - `narrow`: whether the table fits a phone as it is; any other becomes a list of its rows there.
+    The last columns, `numbers` of them, hold figures. A `narrow` table fits a phone as it is; any
+    other becomes a list of its rows there.
     """
     first = len(head) - numbers
 
@@ -78,10 +75,7 @@ def table(
 
 
 def change(before: float | None, after: float | None, *, coloured: bool = True) -> Markup | str:
-    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing.
-
-    - `coloured`: whether more is a loss and less a gain.
-    """
+    """By how many MB a size in bytes grows; `coloured` where more is a loss and less a gain."""
     if before is None or after is None:
         return DASH
     words = f"{(after - before) / 1e6:+,.1f}"
@@ -127,7 +121,7 @@ def _what(row: BufferRow) -> Content:
 
 
 def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
-    """A table of the largest buffers at the peak; buffers that read the same share a row."""
+    """A table of the largest buffers at the peak."""
     cells = [
         (
             _what(row),
@@ -207,7 +201,6 @@ def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
-    """The estimated time of each arm, and by what it is known."""
     times = [result.time if result else None for result in results]
     # The words for two arms differ only in what their branches leave open.
     known = dict.fromkeys(basis_of(time) for time in times if time)
@@ -246,7 +239,7 @@ def config_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
-    """The fields and compiler settings in which the arms differ, each with both values as text."""
+    """The fields and compiler settings in which the arms differ, with both values as text."""
     one, other = _fields(a), _fields(b)
     return [
         (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))

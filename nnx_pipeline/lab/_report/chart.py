@@ -1,7 +1,4 @@
-"""What memory holds, as a bar chart for a pull request, for instance.
-
-matplotlib is imported only when a chart is drawn.
-"""
+"""What memory holds, as a bar chart for a pull request, for instance."""
 
 import textwrap
 from collections.abc import Sequence
@@ -37,12 +34,7 @@ _ACCOUNT = "device memory of the account: arguments, outputs, constants and heap
 
 
 class Bar(NamedTuple):
-    """A bar of the chart.
-
-    - `group`: the heading of the experiment that it belongs to.
-    - `label`: the text to the left of the bar.
-    - `sizes`: bytes of each of its pieces, by role; None is drawn as a dash.
-    """
+    """A bar with the heading of its experiment; None for `sizes`, bytes by role, draws a dash."""
 
     group: str
     label: str
@@ -54,10 +46,8 @@ def outcomes_chart(
 ) -> "Figure":
     """Two bars per experiment, arm a above arm b, all on one scale.
 
-    - `cublas`: the same experiments with cuBLASLt's matrix products, which get two more bars where
-      they change something.
-
-    The bars show the heap, or the account where every verdict is about that.
+    `cublas` has the same experiments with cuBLASLt's matrix products, which get two more bars where
+    they change something. Bars show the heap, or the account where every verdict is about that.
     """
     judged = {outcome.question.judged_by for outcome in outcomes}
     drawn: Quantity = "account" if judged == {"account"} else "heap"
@@ -81,10 +71,7 @@ def _bars(outcome: Outcome, heading: str, more: str, drawn: Quantity) -> list[Ba
 
 
 def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
-    """Bytes by role of what a bar shows; None where the compiler wrote no buffer assignment.
-
-    - `drawn`: `heap`, or `account`, which adds arguments, outputs and constants.
-    """
+    """Bytes by role of what a bar shows; None where the compiler wrote no buffer assignment."""
     if result.attribution is None:
         return None
     heap = result.attribution.by_role()
@@ -111,11 +98,7 @@ def program_chart(title: str, *measured: Measurement) -> "Figure":
 
 
 def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
-    """The verdict with the figures that it is about, and what the bars say if they show others.
-
-    - `drawn`: the figure that the bars show.
-    - `more`: a text to put after the experiment's name.
-    """
+    """The verdict with its figures, and what the bars say if they show other ones."""
     judged = outcome.question.judged_by
     words = f"{outcome.question.name}{more}: {verdict_words(outcome)}"
     if outcome.verdict == NOT_APPLICABLE:
@@ -131,10 +114,8 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
     """A chart of horizontal bars in pieces, each with its total, and a legend below.
 
-    - `title`: what stands above the chart, with the settings in lines of their own.
-    - `bars`: from top to bottom; bars of one group follow each other.
-    - `small_print`: the compiler, named above the legend.
-    - `what`: what the bars show, for the axis.
+    The bars of one group follow each other. `small_print` names the compiler, above the legend, and
+    `what` the figure on the axis.
     """
     from matplotlib.figure import Figure
 

@@ -21,11 +21,9 @@ SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read wit
 class Column:
     """A column of a `Columns`.
 
-    - `left_out`: the column with the largest number is left out first; one with 0 always stays.
-    - `is_number`: whether its cells are aligned to the right.
-    - `is_prose`: whether its cells may take several lines, broken between words.
-    - `shorter`: makes a cell shorter. It is tried before the column is left out. A column that
-      always stays is shortened before any column is left out.
+    On a narrow screen the column with the largest `left_out` goes first, and one with 0 stays. A
+    column with a `shorter` form is shortened before it is left out, and if it stays, before any
+    other column is left out. Prose may take several lines, broken between words.
     """
 
     name: str
@@ -41,12 +39,7 @@ def figures(*names: str) -> list[Column]:
 
 
 class Columns:
-    """A table of text that fits any screen.
-
-    - `title`: stands above the table, with a line below it that names the columns that are left
-      out.
-    - `is_bare`: whether it has no frame.
-    """
+    """A table of text that fits any screen; the line below it names the columns left out."""
 
     def __init__(
         self, columns: Sequence[Column], *, title: str = "", is_bare: bool = False
@@ -55,12 +48,10 @@ class Columns:
         self.rows: Rows = []
 
     def add_row(self, *cells: str) -> None:
-        """Adds a row; cells that are not given are empty."""
         missing = len(self.columns) - len(cells)
         self.rows.append([*map(printable, cells), *[""] * missing])
 
     def add_section(self) -> None:
-        """Draws a line below the last row."""
         self.rows.append(None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

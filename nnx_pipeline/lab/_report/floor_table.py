@@ -23,10 +23,7 @@ _OF_TERMS = (Column(""), Column("MB", is_number=True), Column("formula", 1, is_p
 
 
 def floor_view(measurement: Measurement) -> list[RenderableType]:
-    """The terms of the floor, how far the program is above it, and which roles lie between.
-
-    - `measurement`: of a step; one without a floor gives [].
-    """
+    """The terms of the floor, how far the program is above it, and the roles between."""
     floor = measurement.floor
     lines = [Text(line) for line in floor_lines(measurement)]
     if floor is None or floor.peak is None:

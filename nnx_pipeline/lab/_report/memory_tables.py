@@ -34,7 +34,7 @@ _WHAT = (
 def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
     """The largest buffers at the peak, the totals by role, and where in the schedule the peak is.
 
-    - `top`: the most rows that a list of buffers has; the others are summed in one row.
+    Each list has `top` rows; the other buffers are summed in one more row.
     """
     heap = attribution.heap_bytes
     heads = [*figures("MB"), Column("share", 4, is_number=True), *figures("×")]
@@ -58,11 +58,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
 
 
 def difference_view(title: str, changes: Sequence[BufferDifference], *, top: int = TOP) -> Columns:
-    """A table of the largest changes from a to b.
-
-    - `changes`: largest first, as `attribution._result.difference` gives them.
-    - `top`: the most rows that are shown; the others are summed in one row.
-    """
+    """A table of the first `top` changes from a to b, which come largest first."""
     table = Columns([*figures("a MB", "b MB", "b − a"), *_WHAT], title=title)
     for change in changes[:top]:
         row = difference_row(change)

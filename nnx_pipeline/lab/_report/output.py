@@ -19,8 +19,8 @@ WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 def check_outputs(**paths: str | None) -> None:
     """Raises InputError, before any work is done, unless every output can be written.
 
-    - `paths`: the path of each output by the name of its option. `-`, standard output, is for
-      `json` alone, and no two options may name the same file.
+    The path of each output comes by the name of its option. `-`, standard output, is for `json`
+    alone, and no two options may name the same file.
     """
     given = {f"--{name}": path for name, path in paths.items() if path is not None}
     for option, path in given.items():
@@ -34,10 +34,7 @@ def check_outputs(**paths: str | None) -> None:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raises InputError, before any work is done, if `path` cannot be written.
-
-    - `path`: a file; None and `-` can always be written.
-    - `option`: the name of the option, for the message.
+    """Raises InputError, before any work is done, if `path` cannot be written; None and `-` can.
 
     An OSError for a name that is too long, for links that lead in a circle, and for a pipe that
     nobody reads, is raised as it is.
@@ -78,9 +75,6 @@ def _finite(value: object) -> object:
 class Screen(Console):
     """A console of Rich on which texts stand as they are.
 
-    - `stderr`: whether it is standard error.
-    - `width`: in columns; None for the width of the terminal.
-
     Rich takes words in square brackets for markup, and shapes and messages contain them. It lets
     control characters pass, and names from files may contain those.
     """
@@ -91,7 +85,6 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """The segments of a renderable, those of text without control characters."""
         for segment in super().render(renderable, options):
             if segment.control:  # Rich moves the cursor itself
                 yield segment

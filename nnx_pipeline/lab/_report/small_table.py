@@ -17,11 +17,7 @@ STYLES: dict[Tone, str] = {
 
 
 def small_table(title: str, heads: Sequence[str], *sections: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column has names and whose others have figures.
-
-    - `title`: stands above the table.
-    - `sections`: the rows; there is a line between two sections.
-    """
+    """A table of names and then figures, with a line between two sections of rows."""
     table = Table(title=title, title_justify="left", show_header=any(heads))
     name, *figures = heads
     table.add_column(name, no_wrap=True)

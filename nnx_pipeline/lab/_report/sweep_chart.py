@@ -16,12 +16,7 @@ ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on an HTML page
 
 
 class Panel(NamedTuple):
-    """One panel of the chart, for one figure of the sweep.
-
-    - `figure`: its name in `comparison.sweep.FIGURES`.
-    - `title`: what stands above the panel, with the unit.
-    - `unit`: what the figure is divided by before it is drawn.
-    """
+    """One panel of the chart: a name of FIGURES, its title with the unit, and what divides it."""
 
     figure: str
     title: str
@@ -40,7 +35,7 @@ PANELS = (
 
 
 def sweep_chart(title: str, sweep: Sweep) -> "Figure":
-    """One panel per figure, per device; a dashed line is the fit, with its slope in the legend."""
+    """A panel per figure; a dashed line is the fit, with its slope in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")

@@ -61,8 +61,8 @@ def measurement_view(
 ) -> RenderableType:
     """What one program costs: memory, collectives, matrix products, time, and notes.
 
-    - `hint`: whether to name the option that shows both kinds of matrix product.
-    - `advice`: what to try where it does not fit, see `fit_remarks`.
+    `hint` says whether to name the option that shows both kinds of matrix product, `advice` what to
+    try where the program does not fit, by role.
     """
     memory = _account_table(measurement)
     memory.add_section()
@@ -166,10 +166,8 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
 class _Rows:
     """Labels and figures of the arms, aligned in the same columns for all experiments.
 
-    - `rows`: label and figures of each arm.
-    - `letters`: the length of the longest label. A label too long for the room that there is takes
-      several lines, once the figures that a narrow screen leaves out are gone.
-    - `keys`: the letter of each arm; "" for a row of heads.
+    `letters` is the length of the longest label. A label too long for the room that there is takes
+    several lines, once the figures that a narrow screen leaves out are gone.
     """
 
     rows: Sequence[tuple[str, Sequence[str]]]
@@ -250,11 +248,9 @@ def show_measurements(
     json_path: str | None,
     advice: Mapping[str, str] = ADVICE,
 ) -> None:
-    """Prints the tables of `compile` and `measure`, and writes their JSON.
+    """Prints the tables of `measure`, and writes their JSON.
 
-    - `results`: the program once, or with Triton's and with cuBLASLt's matrix products.
-    - `json_path`: the file for the JSON; `-` writes it to standard output instead of the tables,
-      and None writes none.
+    `results` has the program once, or with Triton's and with cuBLASLt's matrix products.
     """
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
     show(view(results[0]), json_path=json_path)
@@ -265,10 +261,7 @@ def show_measurements(
 
 
 def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """The JSON of a program; its field `other_gemm` is the JSON of the variant for cuBLASLt.
-
-    - `rows`: the JSON of the program, and of the variant if there is one.
-    """
+    """The JSON of a program; its `other_gemm` is that of the variant for cuBLASLt, if any."""
     first, *others = rows
     return {**first, "other_gemm": others[0]} if others else first
 
@@ -276,10 +269,9 @@ def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 def show_outcomes(
     title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
-    """Prints the tables of `ab` and `compare`, and writes their JSON.
+    """Prints the tables of `compare`, and writes their JSON.
 
-    - `found`: the experiments once, or with Triton's and with cuBLASLt's matrix products.
-    - `platform`: what the JSON names as the platform.
+    `found` has the experiments once, or with Triton's and with cuBLASLt's matrix products.
     """
     result: dict[str, object] = {"schema": 1, "platform": platform}
     for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
@@ -303,10 +295,7 @@ def _products(measurement: Measurement) -> str:
 
 
 def word_list(*groups: Iterable[tuple[str, str]]) -> RenderableType:
-    """Each word with its sentence, one below the other.
-
-    - `groups`: the items of tables of `view.words`.
-    """
+    """Each word with its sentence, one below the other, from tables of `view.words`."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()

@@ -14,10 +14,7 @@ from nnx_pipeline.lab._timing.result import PASSES, Time, TimeRow
 
 
 def time_table(time: Time | None) -> RenderableType:
-    """Compute, collectives, what of these the compute waits for, and the step.
-
-    - `time`: the estimate; None for a line that says that there is none.
-    """
+    """Compute, collectives, what of these the compute waits for, and the step."""
     if time is None:
         return Text("estimated time: –")
     known = [("  of this, known", bounded(time, time.known_seconds))]
@@ -42,10 +39,7 @@ def time_table(time: Time | None) -> RenderableType:
 
 
 def lines_table(time: Time, *, top: int) -> Columns:
-    """Where the compute goes: one row per source line, its passes side by side.
-
-    - `top`: the most rows; the other lines are summed in one row.
-    """
+    """Where the compute goes: one row per source line, its passes side by side."""
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
     heads = [*figures("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
     least = "at least, " * time.is_lower_bound
@@ -67,7 +61,6 @@ def rows_by_line(time: Time) -> list[list[TimeRow]]:
 
 
 def seconds_of(rows: Sequence[TimeRow]) -> float:
-    """The compute of some rows together."""
     return sum(row.seconds for row in rows)
 
 

@@ -43,10 +43,7 @@ FIGURES = {
 
 
 def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
-    """The versions of the packages, then the figures of each with the difference to the first.
-
-    - `rows`: the JSON of each program in the order of the versions; `error` says why there is none.
-    """
+    """The versions of the packages, then the figures of each and how they differ from the first."""
     done = [row for row in rows if not row["error"]]
     parts: list[RenderableType] = [Text(title, style="italic"), _packages(rows), _figures(rows)]
     others = [row if row["error"] else row.get("other_gemm") for row in rows]

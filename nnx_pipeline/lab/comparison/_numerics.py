@@ -13,19 +13,15 @@ class Numerics:
     """How far apart the numbers are that the two arms of an experiment compute.
 
     These are the loss and gradients of both arms, or the parameters that they create, in the size
-    `tiny` on CPU devices.
+    `tiny` on CPU devices. `mesh` and `pipeline` are those of the CPU devices; the pipeline differs
+    from that of the config where the latter does not fit.
 
-    - `max_abs_diff`: the largest absolute difference of any value.
     - `bitwise_equal`: whether all arrays have the same dtype and bits in both arms.
     - `within_tolerance`: whether in each array by itself the largest difference is at most the
       experiment's tolerance times the largest absolute value of that array in either arm. A
       difference that is NaN is not within tolerance.
-    - `mesh`: the mesh of the CPU devices.
-    - `pipeline`: the pipeline of the arms on that mesh, which differs from that of the config where
-      the latter does not fit.
-    - `worst`: the array in which the arms are farthest apart, relative to its largest absolute
-      value.
-    - `worst_relative`: how far apart they are in that array, relative to the same value.
+    - `worst`, `worst_relative`: the array in which the arms are farthest apart relative to its
+      largest absolute value, and how far apart relative to that value.
     - `all_zero`: arrays that are zero throughout in both arms, whose equality shows nothing.
     - `measured`: when this was measured, in ISO format, if it comes from a cache.
     """
@@ -44,12 +40,9 @@ class Numerics:
 def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
     """Compares the arrays of two arms; leaves `mesh` and `pipeline` of the result empty.
 
-    - `a`, `b`: the arrays of each arm by name.
-    - `tolerance`: the largest difference allowed in an array, relative to its largest absolute
-      value.
-
-    Relative differences need no lower bound on the value that they are divided by: an array that is
-    zero in both arms has the difference 0, and one that is zero in a single arm the difference 1.
+    `tolerance` is relative to an array's largest absolute value. It needs no lower bound: an array
+    that is zero in both arms has the difference 0, and one that is zero in a single arm the
+    difference 1.
 
     Raises ValueError for an array that only one arm has or that has another shape in the other.
     """

@@ -26,15 +26,13 @@ NAMES: dict[Quantity, str] = {
 class Question:
     """The question whether the second of two programs, the arms, needs less memory than the first.
 
-    - `name`: a short name for the question.
     - `claim`: where it is claimed that the second arm needs less, such as `S3.2`.
     - `difference`: how the arms differ, in one sentence.
     - `labels`: a short name for each arm.
     - `kind`: what is measured: a training step (`step`), the creation of parameters (`init`), or
       what the host holds while a step is traced (`trace`).
     - `judged_by`: the figure that should be smaller for the second arm.
-    - `same_program`: why both arms are the same program even before they are compiled, "" where
-      they are not.
+    - `same_program`: why both arms are the same program even before they are compiled, or "".
     """
 
     name: str
@@ -55,8 +53,7 @@ class Outcome:
     - `failed`: whether an arm did not compile, the numbers could not be compared, or the arms
       compute different numbers.
     - `a`, `b`: the measurement of each arm, None where it did not compile.
-    - `numerics`: how far apart the numbers that the arms compute are, None where they were not
-      compared.
+    - `numerics`: how far apart the arms' numbers are, None where they were not compared.
     """
 
     question: Question
@@ -141,11 +138,7 @@ class Outcome:
 
 
 def compare_measurements(question: Question, a: Measurement | str, b: Measurement | str) -> Outcome:
-    """The outcome of two arms by their figures alone, without the numbers that they compute.
-
-    - `question`: what the arms are and which figure decides.
-    - `a`, `b`: the measurement of each arm, or the error as text where it did not compile.
-    """
+    """The outcome by figures alone; an arm that did not compile is its error as text."""
     notes = []
     for label, result in zip(question.labels, (a, b), strict=True):
         if isinstance(result, str):

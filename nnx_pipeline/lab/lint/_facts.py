@@ -36,11 +36,9 @@ class ArraySize(NamedTuple):
 
 @dataclass(eq=False)
 class LintedProgram:
-    """A traced program with what is known of its arguments.
+    """A traced program, with the indices of the arguments that are parameters.
 
-    - `parameters`: indices of the arguments that are parameters.
-    - `shardings`: the sharding of each argument, None for an argument without one.
-    - `devices`: how many devices the mesh has; 1 without a mesh.
+    An argument without a sharding has None in `shardings`.
     """
 
     traced: ClosedJaxpr
@@ -148,15 +146,11 @@ class LintedProgram:
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape without axes of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
 def made_from(value: Value, through: set[str]) -> Value:
-    """The value that this one is made from by calls and by the given primitives alone.
-
-    - `through`: the primitives to go back through, all of `SAME` or `FORM`.
-    """
+    """The value that this one is made from by calls and by primitives of SAME or FORM alone."""
     while True:
         step = step_back(value)
         if step.way == "same" and len(step.values) == 1:
@@ -191,7 +185,7 @@ def _history(
 ) -> Iterator[Derivation]:
     """Every step back from a value, through calls and loops and some equations.
 
-    - `through`: the operands of an equation from which to go on back, none to stop there.
+    `through` gives the operands of an equation from which to go on back, none to stop there.
     """
     # A carry comes from its own value after an iteration: without `seen` this would not end.
     seen, waiting = {value}, [value]
@@ -225,10 +219,7 @@ def _of_gradient(step: Derivation) -> Sequence[Value]:
 
 
 def returned_operand(step: Derivation) -> Value:
-    """The operand that an equation of `SAME`, `FORM` or `PART` returns.
-
-    It is the first one, or for an `optimization_barrier` that with the index of the result.
-    """
+    """The operand that an equation of `SAME`, `FORM` or `PART` returns."""
     return step.values[step.number if step.equation.primitive.name == "optimization_barrier" else 0]
 
 

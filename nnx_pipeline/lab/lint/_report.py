@@ -50,12 +50,7 @@ def _short(location: str) -> str:
 def findings_json(
     subject: dict[str, object], findings: Sequence[Finding], limits: Limits
 ) -> dict[str, object]:
-    """The JSON that `lint --json` writes.
-
-    - `subject`: entries that say what was linted, such as its mesh and config.
-    - `findings`: in the order in which they are written.
-    - `limits`: the sizes below which arrays were not reported.
-    """
+    """The JSON that `lint --json` writes; `subject` has entries that say what was linted."""
     return {
         "schema": 1,
         **subject,

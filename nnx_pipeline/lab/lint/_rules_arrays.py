@@ -71,11 +71,9 @@ def hidden_upcasts(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
 def _upcasts(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
 ) -> Iterator[tuple[Value, int, bool]]:
-    """The value that a cast or a matrix product widens, with its size as float32.
+    """The value that a cast or a matrix product widens, its bytes as float32, whether per device.
 
-    - `transposed`: whether JAX derived the equation from one of the forward pass.
-
-    The size is in bytes, and may be the size on one device.
+    `transposed` says whether JAX derived the equation from one of the forward pass.
     """
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
@@ -126,10 +124,7 @@ def _is_zero(value: Value) -> bool:
 
 
 def _made_of(value: Value, array: Value) -> set[str]:
-    """What a value is computed from: the array, as its mean is, an iota, as a mask is, literals.
-
-    Empty if it is computed from anything else.
-    """
+    """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
     waiting, seen, found = [value], {value}, set()
     while waiting:
         one = made_from(waiting.pop(), _SHAPING)
@@ -244,7 +239,7 @@ def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
 
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
-    """The sharding constraints on a value or on casts of it, also inside and outside of calls."""
+    """The sharding constraints on a value or on casts of it, also in and outside calls."""
     seen, waiting = set(), [value]
     while waiting:
         one = waiting.pop()

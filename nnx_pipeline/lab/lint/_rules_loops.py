@@ -44,7 +44,6 @@ def parameters_in_loops(program: LintedProgram, limits: Limits) -> Iterator[Find
 def _carried(
     program: LintedProgram, limits: Limits, loop: JaxprLoop, value: Value
 ) -> Iterator[Finding]:
-    """The finding for a parameter that a loop carries, if it is large enough."""
     size, per_device = program.device_bytes(value)
     if size >= limits.large:
         yield Finding(
@@ -63,7 +62,6 @@ def _carried(
 def _stacked(
     program: LintedProgram, limits: Limits, loop: JaxprLoop, whole: Value, entry: Value
 ) -> Iterator[Finding]:
-    """The finding for a parameter that a loop stacks, if the whole stack is large enough."""
     size, per_device = program.device_bytes(whole)
     if size >= limits.large:
         # The line in the body that makes the entry says more than the line of the loop.
@@ -115,7 +113,7 @@ def gradients_per_microbatch(program: LintedProgram, limits: Limits) -> Iterator
 
 
 def _side_by_side(scope: JaxprScope, equation: JaxprEqn) -> Iterator[tuple[Value, int]]:
-    """Arrays that an equation makes of independent entries, with the axis along which they lie."""
+    """Arrays that an equation makes of independent entries, with the axis they lie along."""
     loop = as_loop(scope, equation)
     if loop is not None:
         candidates = [(whole, 0) for whole, _ in loop.stacked]

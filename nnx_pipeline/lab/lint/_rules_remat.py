@@ -80,7 +80,6 @@ def _is_backward(equation: JaxprEqn) -> bool:
 
 
 def _saves_nothing_on_purpose(policy: object) -> bool:
-    """Whether a policy is None, `nothing_saveable`, or one that saves by name and has no names."""
     if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
         return True
     chosen = saved_names(policy)
@@ -90,8 +89,7 @@ def _saves_nothing_on_purpose(policy: object) -> bool:
 def saved_names(policy: object) -> set[str] | None:
     """The names that a policy was made with; None if it does not go by names.
 
-    JAX keeps them in the closure of a function or in the fields of an object, depending on its
-    version.
+    JAX keeps them in the closure of a function or in the fields of an object, by its version.
     """
     values = dict(getattr(policy, "__dict__", {}))
     if inspect.isfunction(policy):
@@ -117,10 +115,7 @@ def _recomputed(program: LintedProgram, scope: JaxprScope, equation: JaxprEqn) -
 def _again(
     scope: JaxprScope, equation: JaxprEqn, marked: bool = False
 ) -> Iterator[tuple[JaxprScope, JaxprEqn]]:
-    """The recomputed equations inside an equation, also in checkpoints inside it.
-
-    - `marked`: whether the equation itself is recomputed, and so everything inside it.
-    """
+    """The recomputed equations inside one, all if it is `marked` so, also in inner checkpoints."""
     for body in scope.inner[id(equation)]:
         for one in body.jaxpr.eqns:
             is_again = marked or is_recomputed(one)

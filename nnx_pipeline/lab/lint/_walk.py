@@ -22,11 +22,7 @@ Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant",
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A variable or literal of a jaxpr at one place where that jaxpr is called.
-
-    - `scope`: the jaxpr at that place.
-    - `variable`: a `Var` or a literal of the jaxpr.
-    """
+    """A variable or literal of a jaxpr at one place where that jaxpr is called."""
 
     scope: "JaxprScope"
     variable: Any
@@ -46,14 +42,9 @@ class Value:
 
 
 class Derivation(NamedTuple):
-    """How a value was made, one step back.
+    """How a value was made, one step back: the values it comes from and the equation or the loop.
 
-    - `way`: one of the names below.
-    - `values`: the values that it comes from.
-    - `equation`: the equation that made it, or the loop that carries it.
-    - `number`: its index among the arguments, the results or the carries.
-
-    The ways are:
+    `number` is its index among the arguments, the results or the carries. The ways are:
 
     - `argument`: the value is the argument `number` of the program.
     - `same`: it is one of `values`; there are several for a condition, one from each branch, and
@@ -74,12 +65,9 @@ class Derivation(NamedTuple):
 
 @dataclass(eq=False)
 class JaxprScope:
-    """A jaxpr at one place where it is called.
+    """A jaxpr at one place where it is called, by an equation of its parent.
 
-    - `jaxpr`: the jaxpr itself; the same one may be called at several places.
-    - `parent`: the scope of the equation that calls it; None for the program itself.
-    - `equation`: the equation that calls it; None for the program itself.
-    - `inlets`: how the inputs get their values; an input that is missing here is unknown.
+    The program itself has neither. An input that is missing in `inlets` is unknown.
     """
 
     jaxpr: Jaxpr
@@ -94,7 +82,6 @@ class JaxprScope:
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[JaxprEqn]]:
-        """The equations that read each variable."""
         found: dict[Var, list[JaxprEqn]] = {}
         for equation in self.jaxpr.eqns:
             for variable in dict.fromkeys(v for v in equation.invars if isinstance(v, Var)):
@@ -118,13 +105,11 @@ class JaxprScope:
                 yield from scope.scopes()
 
     def equations(self) -> Iterator[tuple["JaxprScope", JaxprEqn]]:
-        """Every equation of this scope and of the scopes inside it, each with its scope."""
         for scope in self.scopes():
             for equation in scope.jaxpr.eqns:
                 yield scope, equation
 
     def value(self, variable: object) -> Value:
-        """A variable or literal of the jaxpr as a value of this scope."""
         return Value(self, variable)
 
     def calls(self) -> Iterator[JaxprEqn]:
@@ -135,12 +120,11 @@ class JaxprScope:
             scope = scope.parent
 
     def locate(self, equation: JaxprEqn) -> Location:
-        """The source line of an equation, or of a call around it; see `location_of`."""
+        """The source line of an equation, or of a call around it."""
         return location_of([equation, *self.calls()])
 
 
 def step_back(value: Value) -> Derivation:
-    """Where a value comes from, one step back."""
     scope, variable = value.scope, value.variable
     if not isinstance(variable, Var):
         return Derivation("constant")
@@ -180,7 +164,6 @@ def stacks_of(value: Value) -> Iterator[Value]:
 
 
 def program_scope(program: ClosedJaxpr) -> JaxprScope:
-    """The scope of a whole program, whose inputs are the arguments."""
     jaxpr = program.jaxpr
     arguments = {
         variable: Derivation("argument", number=i) for i, variable in enumerate(jaxpr.invars)
@@ -192,11 +175,7 @@ def program_scope(program: ClosedJaxpr) -> JaxprScope:
 class JaxprLoop:
     """A `scan` or `while` equation, with its inputs and results told apart.
 
-    The inputs of the body are constants, then carries, then slices.
-
-    - `body`: the scope of one iteration.
-    - `consts`: how many inputs of the body are the same at every iteration.
-    - `carry`: how many inputs of the body go from iteration to iteration.
+    The inputs of the body are `consts` constants, then `carry` carries, then slices.
     """
 
     scope: JaxprScope
@@ -219,7 +198,6 @@ class JaxprLoop:
 
     @property
     def slices(self) -> int:
-        """How many inputs of the body are slices, one entry of an array per iteration."""
         return len(self.body.jaxpr.invars) - self.consts - self.carry
 
     @property
@@ -235,8 +213,7 @@ def as_loop(scope: JaxprScope, equation: JaxprEqn) -> JaxprLoop | None:
     """The equation as a loop; None if it is not a loop.
 
     For a `scan` the shapes tell its inputs and results apart, in every version of JAX: an array
-    that is stacked or sliced has one axis more outside the body than in it. Constants come first
-    and slices last.
+    that is stacked or sliced has one axis more outside the body than in it.
     """
     name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
     if name == "scan" and bodies:
@@ -304,7 +281,7 @@ def _inlets(one: JaxprScope, equation: JaxprEqn, operands: list[Value]) -> dict[
 def _loop_inlets(
     one: JaxprScope, operands: list[Value], consts: int, carry: int
 ) -> dict[Var, Derivation]:
-    """How the inputs of a loop's body get their values, in the order constants, carries, slices."""
+    """How a body's inputs get their values, in the order constants, carries, slices."""
     found: dict[Var, Derivation] = {}
     for index, (variable, operand) in enumerate(zip(one.jaxpr.invars, operands, strict=True)):
         if index < consts:

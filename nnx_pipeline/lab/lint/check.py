@@ -77,7 +77,7 @@ def _under(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManage
 
 
 def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
-    """The findings of all rules, largest first; of one rule and line only that with most bytes."""
+    """The findings of all rules, largest first; of one rule and line only the largest."""
     found: dict[object, list[Finding]] = {}
     for rule in RULES:
         for finding in rule(program, limits):

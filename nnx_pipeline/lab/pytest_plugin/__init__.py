@@ -67,7 +67,7 @@ def _share(text: str) -> float:
 
 
 def _names_single_tests(config: pytest.Config) -> bool:
-    """Whether the command line selects single tests; `--lf` leaves out the others silently."""
+    """Whether single tests are selected; `--lf` leaves out the others silently."""
     return any("::" in arg for arg in config.args) or bool(config.getoption("lf", False))
 
 
@@ -145,8 +145,6 @@ class Collector:
     """Collects what the reports say was measured, and writes the budget file at the end.
 
     Only the process that writes the file has one; workers of xdist do not.
-
-    - `session`: the budgets of the test run.
     """
 
     def __init__(self, session: SessionBudgets) -> None:
@@ -195,12 +193,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _gone(test: str, session: SessionBudgets, whole: bool) -> bool:
-    """Whether a test no longer exists: its file is missing, or ran completely without this test.
-
-    - `test`: the id of the test.
-    - `session`: the budgets of the test run.
-    - `whole`: whether every test of each file that ran was run.
-    """
+    """Whether a test's file is missing, or ran without it though `whole` files were run."""
     file = test.partition("::")[0]
     if not (session.path.parent / file).exists():
         return True

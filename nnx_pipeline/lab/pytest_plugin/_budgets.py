@@ -39,11 +39,9 @@ Figures = Mapping[str, float]  # bytes are whole numbers
 
 
 class Key(NamedTuple):
-    """What a budget is for.
+    """What a budget is for; `name` tells several budgets of one test apart, "" for the only one.
 
-    - `name`: tells several budgets of one test apart; empty for the only one.
-    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
-    - `compiler`: the packages and versions that `compiler_of` gives.
+    `compiler` has the packages and versions that `compiler_of` gives.
     """
 
     test: str
@@ -59,12 +57,7 @@ Budgets = dict[Key, Figures]
 
 
 class Change(NamedTuple):
-    """A figure that differs from its budget.
-
-    - `figure`: its name, such as `heap_bytes`.
-    - `budget`: what the budget allows, in bytes or seconds.
-    - `measured`: the figure in the same unit; None where it is not known of this program.
-    """
+    """A figure of FIGURES that differs from its budget; None for one that is not known."""
 
     figure: str
     budget: float
@@ -87,19 +80,13 @@ class Change(NamedTuple):
 
 
 def in_words(figure: str, value: float) -> str:
-    """A figure with its name, and with its unit where that is not bytes: `estimated step 1.250 ms`.
-
-    - `figure`: one of FIGURES.
-    """
+    """A figure with its name, and with its unit unless that is bytes: `estimated step 1.250 ms`."""
     name, unit, number = _wording(figure, value)
     return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
 
 
 def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
-    """The name and the unit of a figure, and how to write a number of it.
-
-    - `largest`: the largest number to write, which decides between ms and µs.
-    """
+    """The name and unit of a figure, and how to write it; ms or µs by the largest number."""
     if figure in BYTES:
         return figure.removesuffix("_bytes"), "bytes", lambda value: f"{value:,}"
     unit, size = ("ms", 1e-3) if largest >= 1e-3 else ("µs", 1e-6)
@@ -107,14 +94,10 @@ def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], s
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
-    """The versions that decide how much memory a program needs.
+    """The versions that decide how much memory a program needs: `jaxlib 0.10.2, libtpu 0.0.42.1`.
 
-    An example is `jaxlib 0.10.2, libtpu 0.0.42.1`. For `cpu` the machine type comes after them.
-
-    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
-    - `versions`: the version of each package by its name.
-
-    Raises InputError for the platform `local`, whose devices differ between machines.
+    For `cpu` the machine type comes after them. Raises InputError for the platform `local`, whose
+    devices differ between machines.
     """
     packages = _PACKAGES.get(platform.partition(":")[0])
     if packages is None:
@@ -137,12 +120,7 @@ def figures_of(result: object) -> dict[str, float | None]:
 
 
 def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures that exceed their budget by more than the tolerance, or are missing.
-
-    - `measured`: each figure by its name, None where it is not known.
-    - `budget`: the figures to compare with; those that it lacks are not checked.
-    - `tolerance`: a share of the budget, such as 0.01.
-    """
+    """The figures that are missing, or exceed their budget by more than the tolerance, a share."""
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -152,12 +130,7 @@ def above(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 
 
 def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures below their budget by more than the tolerance.
-
-    - `measured`: each figure by its name, None where it is not known.
-    - `budget`: the figures to compare with; those that it lacks are not checked.
-    - `tolerance`: a share of the budget, such as 0.01.
-    """
+    """The figures below their budget by more than the tolerance, a share of it."""
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -194,7 +167,6 @@ _CURE = "correct it, or delete it and run `pytest --update-memory-budgets`"
 
 
 def _entry(path: Path, number: int, entry: object) -> tuple[Key, Figures]:
-    """One entry of the file, number `number`; raises InputError if it is not valid."""
     where = f"{path}: budget {number}"
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
@@ -242,7 +214,6 @@ def _table(key: Key, figures: Figures) -> str:
 
 
 def write_budgets(path: Path, budgets: Mapping[Key, Figures]) -> None:
-    """Writes the whole file or, where that raises an OSError, leaves it as it was."""
     write_text(str(path), to_toml(budgets))
 
 
@@ -251,14 +222,10 @@ def updated(
     passed: Mapping[str, Mapping[Key, Figures]],
     gone: Callable[[str], bool],
 ) -> Budgets:
-    """The budgets after a test run that updates them.
+    """The budgets after a test run that updates them; those of other compiler versions are kept.
 
-    Budgets for other compiler versions are kept.
-
-    - `old`: the budgets before the run.
-    - `passed`: for each test that passed, the figures of the budgets that it asked for. Its old
-      entries with a name and platform that it did not ask for are removed.
-    - `gone`: whether a test, given its id, no longer exists; its entries are removed.
+    `passed` has the figures of the budgets that each passed test asked for; its old entries with a
+    name and platform that it did not ask for are removed. So are entries of a test that is `gone`.
     """
     requested = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
     merged = {
@@ -273,9 +240,5 @@ def updated(
 
 
 def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
-    """The other compilers for which the file has this budget of the same test and platform.
-
-    - `budgets`: the keys of all budgets in the file.
-    - `key`: the budget that was looked for.
-    """
+    """The other compilers that have this budget of the same test, name and platform."""
     return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)

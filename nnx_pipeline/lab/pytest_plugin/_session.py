@@ -8,11 +8,9 @@ from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key
 
 @dataclass
 class Results:
-    """What one test measured.
+    """What one test measured: a text of each measurement, and figures of each budget asked for.
 
-    - `descriptions`: the text of each measurement, shown if the test fails.
-    - `requested`: the figures of each budget that the test asked for.
-    - `hints`: lines about figures that are below their budget by more than the tolerance.
+    `hints` are lines about figures that are below their budget by more than the tolerance.
     """
 
     descriptions: list[str] = field(default_factory=list)
@@ -28,14 +26,12 @@ class SessionBudgets:
 
     - `budgets`: what the file held at the start.
     - `update`: whether to write what is measured instead of comparing it.
-    - `tolerance`: the share by which a budget may be exceeded.
     - `selected`: whether tests of some file were left out, so that one that did not run may still
       exist.
     - `collected`: how many tests pytest found, before any was left out.
     - `seen`: ids of the tests that were reported.
     - `passed`: for each test that passed, the figures of the budgets that it asked for.
-    - `hints`: lines for the end of the run.
-    - `summary`: lines that say what changed in the file.
+    - `hints`, `summary`: lines for the end of the run, and those that say what changed in the file.
     """
 
     path: Path

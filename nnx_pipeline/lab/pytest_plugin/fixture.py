@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class CompileMemory:
-    """Compiles functions and training steps in a test; see the fixture `compile_memory`.
-
-    - `test`: the id of the test.
-    - `session`: the budgets of the test run.
-    - `results`: where measurements of the test are noted for its report.
-    """
+    """Compiles functions and training steps in a test; see the fixture `compile_memory`."""
 
     def __init__(self, test: str, session: SessionBudgets, results: Results) -> None:
         self._test, self._session, self._results = test, session, results
@@ -93,7 +88,6 @@ class CompileMemory:
         return result
 
     def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:
-        """Compares the figures with the budget of the test; see `CompiledMemory.within_budget`."""
         __tracebackhide__ = True
         measurement, session = result.measurement, self._session
         compiler = budgets.compiler_of(measurement.platform, measurement.versions)

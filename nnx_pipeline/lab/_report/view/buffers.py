@@ -23,9 +23,7 @@ _NO_WORK = re.compile(
 class BufferRow:
     """Buffers that read the same, or what corresponds to each other in two programs.
 
-    - `bytes`: per device; for two programs those that b has more than a.
-    - `count`: how many buffers share the row.
-    - `role`, `shape`, `operation`, `source`: what they are, as short texts.
+    For two programs `bytes`, per device, are those that b has more than a.
     """
 
     bytes: int
@@ -47,7 +45,6 @@ def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
 
 
 def buffer_rows(buffers: Sequence[Buffer]) -> list[BufferRow]:
-    """The buffers in rows, those that read the same in one, largest sum first."""
     return [
         BufferRow(
             bytes=sum(buffer.bytes for buffer in group),
@@ -95,10 +92,9 @@ def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
 
 
 def short_operation(operation: str) -> str:
-    """A short name of an operation, such as `backward, recomputed: exp`.
+    """A short name of JAX's op_name, a path of operations: `backward, recomputed: exp`.
 
-    - `operation`: JAX's op_name, a path of operations; anything else, such as the name of an
-      argument, is returned as it is.
+    Anything else, such as the name of an argument, is returned as it is.
     """
     if not operation.startswith("jit("):
         return operation
@@ -116,9 +112,9 @@ def short_operation(operation: str) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """The last three parts of a file's path from the current directory or the root, and the line.
+    """The last three parts of a path from the current directory or the root, and the line.
 
-    - `source`: as in `path/file.py:123`; None gives a dash.
+    None for the source gives a dash.
     """
     if source is None:
         return DASH

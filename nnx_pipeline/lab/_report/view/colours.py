@@ -29,5 +29,4 @@ ROLE_COLOURS = {
 
 
 def role_colour(role: str) -> str:
-    """The colour of a role, as #rrggbb."""
     return ROLE_COLOURS[role]

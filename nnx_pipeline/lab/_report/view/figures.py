@@ -30,12 +30,10 @@ def megabytes(value: float | None) -> str:
 
 
 def signed_megabytes(size: int) -> str:
-    """Bytes as MB, with a minus sign in front of what is below 0."""
     return f"−{megabytes(-size)}" if size < 0 else megabytes(size)
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds; a dash where there is no figure."""
     if seconds is None:
         return DASH
     value = 1e3 * seconds
@@ -45,7 +43,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def teraflops(flops: int | None) -> str:
-    """The operations of a step as a text with their unit; a dash where there is no figure."""
     return DASH if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 
@@ -66,11 +63,7 @@ def basis_of(time: Time) -> str:
 
 
 def estimated(time: Time | None, figure: str) -> str:
-    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound.
-
-    - `time`: the estimate; None for a dash.
-    - `figure`: one of the seconds of a `Time`.
-    """
+    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound."""
     if time is None:
         return DASH
     seconds: float | None = getattr(time, figure)
@@ -78,7 +71,6 @@ def estimated(time: Time | None, figure: str) -> str:
 
 
 def bounded(time: Time, seconds: float | None) -> str:
-    """Milliseconds, with ≥ where the estimate is a lower bound."""
     return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
 
 
@@ -129,7 +121,6 @@ def verdict_words(outcome: Outcome) -> str:
 
 
 def same_numbers(numerics: Numerics) -> str:
-    """Whether the arms compute the same, in a few words."""
     if numerics.bitwise_equal:
         return "to the bit"
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"

@@ -30,8 +30,8 @@ ADVICE = {
 def fit_remarks(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> list[Remark]:
     """What must fit and what a device has, as the last words about a program.
 
-    - `advice`: for one that does not fit: what makes the buffers of each role smaller, and under
-      `arguments` what makes these and the outputs smaller.
+    `advice` is for one that does not fit: what makes the buffers of each role smaller, and under
+    `arguments` what makes these and the outputs smaller.
     """
     if not measurement.exceeds_device_memory:
         return [Remark(_sum(measurement), "strong")]

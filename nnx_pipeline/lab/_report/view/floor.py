@@ -22,7 +22,6 @@ class TermRow(NamedTuple):
 
 
 def term_rows(terms: Sequence[Term]) -> list[TermRow]:
-    """A row for each term, in the order given."""
     return [TermRow(term.name, signed(term.bytes), term.formula) for term in terms]
 
 

@@ -39,7 +39,6 @@ class Remark:
 
 
 def warnings(texts: Iterable[str]) -> list[Remark]:
-    """Each text as a warning."""
     return [Remark(text, "warning") for text in texts]
 
 
@@ -86,8 +85,7 @@ def closing_remarks(
 ) -> list[Remark]:
     """The remarks below a table: compiler, blind spots, what does not fit, what is from a cache.
 
-    - `compared`: comparisons of numbers, which may be from a cache too.
-    - `hint`: whether to name the option that shows both kinds of matrix product.
+    Comparisons of numbers, in `compared`, may be from a cache too.
     """
     remarks = [Remark(f"compiler: {compiler(measured[0])}")] if measured else []
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
@@ -125,10 +123,7 @@ def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
 
 
 def settings_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line with the settings that all programs have; none if they have none of their own.
-
-    - `measured`: the programs. Where their settings differ, `arm_lines` says which arm has which.
-    """
+    """A line with the settings that all programs have; see `arm_lines` where they differ."""
     texts = {written(one.xla) for one in measured}
     return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
 
@@ -156,20 +151,14 @@ def arm_lines(outcome: Outcome) -> list[str]:
 
 
 def headed(title: str, outcomes: Sequence[Outcome]) -> str:
-    """The title of a chart, with the settings of the arms below it.
-
-    - `title`: what was compiled.
-    """
+    """The title of a chart, with the settings of the arms below it."""
     measured = [one for outcome in outcomes for one in (outcome.a, outcome.b) if one]
     arms = dict.fromkeys(line for outcome in outcomes for line in arm_lines(outcome))
     return "\n".join([title, *arms, *settings_lines(measured)])
 
 
 def unread_lines(measured: Sequence[Measurement]) -> list[str]:
-    """One line for each kind of instruction or text that figures leave out.
-
-    - `measured`: the programs; what several of them leave out is named once.
-    """
+    """One line for each kind of instruction or text that figures leave out."""
     groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
     for measurement in measured:
         for item in measurement.unread:

@@ -16,10 +16,7 @@ Figure = Callable[[Measurement], float | None]
 
 
 def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
-    """What each comparison means for the account and the step, and which has the largest effects.
-
-    - `outcomes`: one without the figures of both arms has no sentence.
-    """
+    """What each comparison means for account and step, and which has the largest effects."""
     known = [one for one in outcomes if one.a and one.b and one.question.kind == "step"]
     texts = [Remark(_sentence(one), "strong") for one in known]
     if len(known) < 2:
