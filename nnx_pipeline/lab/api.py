@@ -55,10 +55,7 @@ def measure(
 
 
 def _measured(
-    function: Callable[..., object],
-    arguments: tuple[object, ...],
-    target: _Target,
-    clock: Clock,
+    function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
     platform, mesh, device = target
     check_sizes(arguments)
@@ -77,10 +74,7 @@ def _measured(
                 {"function": name_of(function), "arguments": _shapes((given, keywords))},
             )
         result = lowered.measure()
-    places = [
-        *_host_notes((given, keywords), platform),
-        *_whole_notes((given, keywords), mesh),
-    ]
+    places = [*_host_notes((given, keywords), platform), *_whole_notes((given, keywords), mesh)]
     notes = [*traced.notes, *result.notes, *places]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 

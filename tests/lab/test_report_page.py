@@ -19,7 +19,7 @@ from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page
 from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._page.tables import LabelledProgram, account_table
 from nnx_pipeline.lab._report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab._report.view.colours import role_colour
+from nnx_pipeline.lab._report.view.figures import role_colour
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements

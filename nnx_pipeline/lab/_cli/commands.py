@@ -141,7 +141,7 @@ def compare_command(
     pair = _two_functions(names, target)
     target = target.settled(on_mesh=False)
     pairs = target.pairs()
-    from nnx_pipeline.lab._cli.comparing import run_compare
+    from nnx_pipeline.lab._cli.measuring import run_compare
 
     run_compare(pair, inputs, target, pairs, outputs)
 
@@ -191,12 +191,7 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
 )
 @report_options
 def memory_command(
-    name: str | None,
-    inputs: Inputs,
-    chosen: Chosen,
-    target: Target,
-    top: int,
-    outputs: Outputs,
+    name: str | None, inputs: Inputs, chosen: Chosen, target: Target, top: int, outputs: Outputs
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
@@ -302,6 +297,6 @@ def lint_command(
     from nnx_pipeline.lab._report.output import check_writable
 
     check_writable(json_path, "--json")
-    from nnx_pipeline.lab._cli.linting import run_lint
+    from nnx_pipeline.lab._cli.measuring import run_lint
 
     run_lint(subject, mesh_config, sizes, json_path)

@@ -1,27 +1,31 @@
-"""What the commands `measure` and `memory` do."""
+"""What the commands `measure`, `memory`, `compare` and `lint` do."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nnx_pipeline.lab._cli.outputs import Outputs, Written, say_words
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
-from nnx_pipeline.lab._cli.subject import Subject
+from nnx_pipeline.lab._cli.subject import Inputs, Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
+from nnx_pipeline.lab._cli.values import TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.memory_tables import memory_view
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.time_table import lines_table, time_table
+from nnx_pipeline.lab._report.program_tables import lines_table, memory_view, time_table
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
 from nnx_pipeline.lab._report.view.remarks import FIGURES, unread_lines
-from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.lab.lint import Finding, Limits, lint
+from nnx_pipeline.lab.lint._report import findings_json, findings_view
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
@@ -97,3 +101,56 @@ def _with_buffers(result: Measurement) -> Attribution:
             "compilation cache has none: unset jax_compilation_cache_dir"
         )
     return result.attribution
+
+
+def run_compare(
+    names: tuple[str, str],
+    inputs: Inputs,
+    target: TwoArms,
+    pairs: Sequence[tuple[Platform, Platform]],
+    outputs: Outputs,
+) -> None:
+    """Compares two functions, with each pair of platforms; raises Failed if one fails."""
+    with progress() as say, compiler_errors():
+        grid, given = inputs.on(target.mesh_config, pairs[0][0])
+        one, other = (
+            f"{name}, {option}" if option else name
+            for name, option in zip(names, target.options, strict=True)
+        )
+        arms = functools.partial(compare, *map(find_function, names), *given, mesh=grid)
+        found = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
+    title = f"{names[0]} and {names[1]} on {target.mesh_config}, {target.platform}: per device"
+    report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
+    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
+    outputs.write_outcomes(title, found)
+    if failed := [outcome.note for (outcome,) in found if outcome.failed]:
+        # Both kinds of matrix products may fail for the same reason, which is then given once.
+        raise Failed("; ".join(dict.fromkeys(failed)))
+
+
+def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
+    """Shows the findings in a subject; raises Failed where there are any."""
+    find: Callable[[MeshConfig, Limits], list[Finding]]
+    if subject.config is None:
+        find = functools.partial(_in_function, subject)
+    else:
+        find = functools.partial(presets().lint_config, subject.config)
+    # 1 means findings, so that a function that cannot be traced ends with 2.
+    with progress() as say, compiler_errors(InputError):
+        say("tracing")
+        findings = find(mesh, limits)
+    show(findings_view(subject.title(mesh), findings), json_path=json_path)
+    told: dict[str, Any] = {"mesh": mesh.sizes()}
+    if subject.config is None:
+        told["function"] = subject.name
+    else:
+        told["config"] = presets().to_dict(subject.config)
+    emit_json(json_path, findings_json(told, findings, limits))
+    if findings:
+        raise Failed(counted(len(findings), "finding"))
+
+
+def _in_function(subject: Subject, mesh: MeshConfig, limits: Limits) -> list[Finding]:
+    # Linting only traces, so virtual CPU devices can stand for any others.
+    grid, given = subject.inputs.on(mesh, Platform("cpu"))
+    return lint(find_function(subject.name), *given, mesh=grid, limits=limits)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nnx_pipeline.lab._page.markup import Markup, element
-from nnx_pipeline.lab._report.view.colours import role_colour
-from nnx_pipeline.lab._report.view.figures import megabytes, role_totals
+from nnx_pipeline.lab._report.view.figures import megabytes, role_colour, role_totals
 from nnx_pipeline.lab.attribution._result import Attribution
 
 _MOST_POINTS = 400  # of a line: more than a phone has pixels across

@@ -7,9 +7,9 @@ from itertools import zip_longest
 
 from nnx_pipeline.lab._page import tables
 from nnx_pipeline.lab._page.charts import DrawnArm, role_bars, timeline
-from nnx_pipeline.lab._page.floors import floors
 from nnx_pipeline.lab._page.markup import Markup, element, fragment
 from nnx_pipeline.lab._page.style import STYLE
+from nnx_pipeline.lab._page.tables import floors
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
 from nnx_pipeline.lab._report.view.figures import (
     COLUMNS,

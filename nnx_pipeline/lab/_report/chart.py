@@ -6,13 +6,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab._files import ink_on
-from nnx_pipeline.lab._report.view.colours import role_colour
 from nnx_pipeline.lab._report.view.figures import (
     DASH,
     GEMM_NAMES,
     compiler,
     differ_by_gemm,
     megabytes,
+    role_colour,
     role_totals,
     verdict_words,
 )
@@ -144,13 +144,7 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
         _draw(axes, place, bar, list(sums))
     for group in groups if bars[0].group else ():
         first = next(p for p, bar in zip(places, bars, strict=True) if bar.group == group)
-        axes.annotate(
-            group,
-            (0, first - 0.5),
-            fontsize=9,
-            fontweight="bold",
-            va="center",
-        )
+        axes.annotate(group, (0, first - 0.5), fontsize=9, fontweight="bold", va="center")
     _legend(figure, sums, small_print)
     return figure
 

@@ -1,6 +1,6 @@
-"""A table that leaves out whole columns where a screen is too narrow, rather than cut words."""
+"""Tables for the terminal, which leave out whole columns on a narrow screen and cut no words."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.lab._report.view.remarks import Remark, Tone
 from nnx_pipeline.lab.errors import printable
 
 Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
@@ -112,3 +113,31 @@ class Columns:
             else:
                 table.add_row(*(row[at] for at in shown))
         return table
+
+
+STYLES: dict[Tone, str] = {
+    "plain": "",
+    "strong": "bold",
+    "warning": "yellow",
+    "error": "red",
+    "alarm": "bold red",
+}
+
+
+def small_table(title: str, heads: Sequence[str], *sections: Iterable[Sequence[str]]) -> Table:
+    """A table of names and then figures, with a line between two sections of rows."""
+    table = Table(title=title, title_justify="left", show_header=any(heads))
+    name, *figures = heads
+    table.add_column(name, no_wrap=True)
+    for head in figures:
+        table.add_column(head, justify="right", no_wrap=True)
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def texts(remarks: Iterable[Remark]) -> list[Text]:
+    """Each remark as a line in the colour of its tone."""
+    return [Text(remark.text, style=STYLES[remark.tone]) for remark in remarks]

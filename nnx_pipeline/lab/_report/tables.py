@@ -9,10 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab._report.memory_tables import difference_view
+from nnx_pipeline.lab._report.columns import small_table, texts
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.small_table import small_table, texts
-from nnx_pipeline.lab._report.time_table import time_table
+from nnx_pipeline.lab._report.program_tables import difference_view, time_table
 from nnx_pipeline.lab._report.view.figures import (
     COLUMNS,
     DASH,
@@ -27,13 +26,14 @@ from nnx_pipeline.lab._report.view.figures import (
     teraflops,
     verdict_words,
 )
-from nnx_pipeline.lab._report.view.fit import ADVICE, fit_remarks
 from nnx_pipeline.lab._report.view.remarks import (
+    ADVICE,
     TOO_LARGE,
     arm_lines,
     blind_spots,
     closing_remarks,
     cpu_remarks,
+    fit_remarks,
     gemm_remarks,
     settings_remarks,
     unread_lines,
@@ -53,11 +53,7 @@ _KEY_WIDTH = len(_KEY.format("a"))
 
 
 def measurement_view(
-    title: str,
-    measurement: Measurement,
-    *,
-    hint: bool = True,
-    advice: Mapping[str, str] = ADVICE,
+    title: str, measurement: Measurement, *, hint: bool = True, advice: Mapping[str, str] = ADVICE
 ) -> RenderableType:
     """What one program costs: memory, collectives, matrix products, time, and notes.
 
@@ -94,7 +90,7 @@ def _floor(measurement: Measurement) -> list[RenderableType]:
     """What a step must hold; any other program has no floor, and needs no tables of it."""
     if measurement.floor is None:
         return []
-    from nnx_pipeline.lab._report.floor_table import floor_view
+    from nnx_pipeline.lab._report.program_tables import floor_view
 
     return floor_view(measurement)
 

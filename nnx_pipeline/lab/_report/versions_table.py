@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nnx_pipeline.lab._report.columns import Column, Columns
-from nnx_pipeline.lab._report.small_table import texts
+from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.tables import SAME_MEMORY
 from nnx_pipeline.lab._report.view.figures import (
     DASH,

@@ -14,8 +14,7 @@ import pytest
 
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
-from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key
-from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key, Results, SessionBudgets
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory

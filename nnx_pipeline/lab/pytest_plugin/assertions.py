@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 
-from nnx_pipeline.lab._report.time_table import rows_by_line, seconds_of
+from nnx_pipeline.lab._report.program_tables import rows_by_line, seconds_of
 from nnx_pipeline.lab._report.view.buffers import grouped, short_line, short_operation
 from nnx_pipeline.lab._report.view.figures import compiler, estimated, megabytes, milliseconds
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines

@@ -23,7 +23,7 @@ from nnx_pipeline.lab.pytest_plugin._budgets import Key
 from nnx_pipeline.lab.pytest_plugin.assertions import CompiledMemory, MemoryExceeded
 
 if TYPE_CHECKING:
-    from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+    from nnx_pipeline.lab.pytest_plugin._budgets import Results, SessionBudgets
 
 
 class CompileMemory:
