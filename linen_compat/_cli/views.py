@@ -19,7 +19,7 @@ from linen_compat.checkpoints._convert import Conversion
 from linen_compat.formats._orbax.inspect import Inspection
 from linen_compat.formats._orbax.layouts import HUGGINGFACE
 from linen_compat.formats._streams import Progress as Passed
-from nnx_pipeline.lab._report.columns import Column, Columns, figures
+from nnx_pipeline.lab._report.columns import Column, Columns, number_columns
 from nnx_pipeline.lab._report.output import Screen
 from nnx_pipeline.lab.errors import counted, printable
 
@@ -60,7 +60,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
         f"{found.format}: {counted(found.num_layers, 'layer')}, {counted(found.stages, 'stage')}, "
         f"{counted(found.repeats, 'repeat')}"
     )
-    table = Columns([Column("leaves"), *figures("number")])
+    table = Columns([Column("leaves"), *number_columns("number")])
     for row in counts.items():
         table.add_row(*map(str, row))
     rows = [f"  recast: {d.leaf} from {d.found} to {d.expected}" for d in result.recast]

@@ -49,16 +49,11 @@ def add_note(text: str) -> None:
 
 
 def line(name: str, code: int, cleared: str = CLEARED) -> str:
-    """The line that the command `name` prints when it was interrupted or terminated."""
     return f"{name}: {'; '.join([_WORDS[code], cleared, *_notes])}"
 
 
 @contextlib.contextmanager
 def answering(name: str) -> Iterator[None]:
-    """Handles the signals as `answer` does, within the context only.
-
-    If they are handled so already, only the notes of an earlier command are cleared.
-    """
     _notes.clear()
     begun = answer(name)
     try:
@@ -85,8 +80,6 @@ def answer(name: str) -> "_Answer | None":
 
 
 class _Answer:
-    """The signal handlers, and the thread that is told of signals while the main one is in C++."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         # Each lock is taken once and never released: clearing begins once, the line is said once.
@@ -135,7 +128,6 @@ class _Answer:
             _thread.start_new_thread(self._give_up, (code,))
 
     def _clear(self, code: int) -> None:
-        """Removes everything unfinished, the newest first, and ends the process."""
         for undo in reversed(list(_undo.values())):
             with contextlib.suppress(Exception):
                 undo()

@@ -31,7 +31,7 @@ _waiting: dict[Path, int] = {}  # pipes that are open until their text is writte
 def local(path: str | os.PathLike[str]) -> Path:
     """The path of a file or a folder that the user named; raises InputError for an address.
 
-    One that begins as `gs://` does would otherwise be a folder of that name on this disk.
+    An address such as `gs://` would otherwise be a folder of that name on this disk.
     """
     named = os.fspath(path)
     if _ADDRESS.match(named):
@@ -103,7 +103,6 @@ def _umask() -> int:
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes text in UTF-8: the whole file or nothing, as `write_whole`."""
     write_whole(path, text.encode())
 
 
@@ -131,7 +130,6 @@ def _at_once(path: str, flags: int) -> int:
 
 
 def read_text(path: str, most: int = MOST_SETTINGS) -> str:
-    """The text of a file that the user named; raises InputError where it cannot be read."""
     try:
         return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +156,6 @@ def use_any_encoding() -> None:
 
 
 def check_picture(path: str | None, option: str = "--picture") -> None:
-    """Raises InputError unless a picture can be written to `path`; before any work."""
     if path is None:
         return
     if Path(path).suffix.lower() not in KINDS:
@@ -167,7 +164,6 @@ def check_picture(path: str | None, option: str = "--picture") -> None:
 
 
 def save_figure(figure: "Figure", path: str) -> None:
-    """Writes a figure as PNG or SVG, by the suffix of the path: the whole file or nothing."""
     import matplotlib
     from matplotlib.text import Text
 

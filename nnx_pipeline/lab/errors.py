@@ -69,16 +69,11 @@ class Note(UserWarning):
 
 
 def note(message: str) -> None:
-    """Warns of something that the user should know, and that stops nothing."""
     warnings.warn(message, Note, stacklevel=2)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown name: the nearest known one, or the list of all known ones.
-
-    >>> nearest("mixtral-smal", ["tiny", "mixtral-small"])
-    "did you mean 'mixtral-small'?"
-    """
+    """A suggestion for an unknown name: the nearest known one, or the list of all known ones."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
@@ -101,11 +96,7 @@ def install(extra: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message as Python writes it, shortened if it is long, deep or huge.
-
-    >>> shown([[["a"]]])
-    "[[['a']]]"
-    """
+    """A value in a message as Python writes it, shortened if it is long, deep or huge."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write some of them
     return _BRIEF.repr(value)
@@ -115,9 +106,6 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     """An object of JSON, for `json.loads(…, object_pairs_hook=once)`.
 
     Raises ValueError where a name stands in it twice: JSON alone would take the last value.
-
-    >>> once([("a", 1), ("b", 2)])
-    {'a': 1, 'b': 2}
     """
     found: dict[str, object] = {}
     for name, value in pairs:
@@ -139,11 +127,7 @@ def unparsed(error: Exception, cure: str | None = None) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Dtype and shape of an array, and of anything else its type.
-
-    >>> kind_of([1, 2])
-    'list'
-    """
+    """Dtype and shape of an array, and of anything else its type."""
     dtype = getattr(value, "dtype", None)
     return type(value).__name__ if dtype is None else f"{dtype}{[*getattr(value, 'shape', ())]}"
 
@@ -155,7 +139,6 @@ def counted(number: int | None, what: str) -> str:
 
 
 def do_not_split(number: int, what: str) -> str:
-    """`1 layer does not split` or `2 layers do not split`."""
     return f"{counted(number, what)} {'does' if number == 1 else 'do'} not split"
 
 
@@ -214,7 +197,6 @@ def at_least(config: object, minimum: float, *names: str) -> None:
 
 
 def above_zero(config: object, *names: str) -> None:
-    """Raises InputError unless these fields are finite numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
             raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")

@@ -142,7 +142,6 @@ def make_mesh(
 
 
 def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshConfig) -> np.ndarray:
-    """The devices by mesh axis, with the parts that `dcn` says in different slices."""
     import numpy as np
 
     numbers: list[int] = [getattr(device, "slice_index", 0) for device in devices]

@@ -31,11 +31,7 @@ _COMMAND = "from nnx_pipeline.lab._cli.main import main; main()"
 
 
 def run_across(text: str, subject: Subject, target: Target, json_path: str | None) -> None:
-    """Compiles one training step with each version of JAX in `jax=0.10.2,0.12.0.1`, and compares.
-
-    Raises InputError for another form and for versions that cannot be had, and Failed if an
-    environment could not be built or a program did not compile.
-    """
+    """Compiles one training step with each version of JAX in `jax=0.10.2,0.12.0.1`."""
     versions = parse_versions(text)
     if subject.config is None:
         raise InputError(
@@ -75,7 +71,6 @@ def run_across(text: str, subject: Subject, target: Target, json_path: str | Non
 
 
 def parse_versions(text: str) -> list[str]:
-    """The versions in a text such as `jax=0.10.2,0.12.0.1`; two different ones or more."""
     package, _, values = text.partition("=")
     versions = [value.strip() for value in values.split(",")]
     if package.strip() != "jax" or not all(map(_is_version, versions)):

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nnx_pipeline.lab._cli import completion
-from nnx_pipeline.lab._cli.options import (
-    COUNT,
-    bundled,
-    check_alone,
-    config_options,
-    is_given,
-    json_option,
-    measuring_options,
-    mesh_option,
-    report_options,
-    target_options,
-    written_options,
-)
+from nnx_pipeline.lab._cli import completion, options
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
@@ -49,14 +36,14 @@ if TYPE_CHECKING:
     "--inputs my_model:abstract_inputs --mesh data=8",
 )
 @subject_options
-@target_options()
+@options.target_options()
 @click.option(
     "--across",
     metavar="jax=V,V,…",
     help="Compile a preset with each of these versions of JAX and compare, such as "
     "jax=0.10.2,0.12.0.1. Environments with them are built by pip and kept in the cache folder.",
 )
-@written_options
+@options.written_options
 def measure_command(
     name: str | None,
     inputs: Inputs,
@@ -77,7 +64,7 @@ def measure_command(
     check_outputs(json=written.json_path, hlo=written.hlo_path)
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
-        check_alone(
+        options.check_alone(
             "across", "name", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
         )
         from nnx_pipeline.lab._cli.across import run_across
@@ -102,10 +89,10 @@ def measure_command(
     "names", nargs=-1, metavar="[SUBJECT] [OTHER …]", shell_complete=completion.compared
 )
 @inputs_options
-@config_options(required=False, hidden=True)
-@target_options(TwoArms)
-@measuring_options
-@report_options
+@options.config_options(required=False, hidden=True)
+@options.target_options(TwoArms)
+@options.measuring_options
+@options.report_options
 def compare_command(
     names: tuple[str, ...],
     inputs: Inputs,
@@ -167,7 +154,7 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
             f"{', '.join(names)}: give two functions to compare, or one with --xla-a or --xla-b"
         )
     for parameter, option in _OF_PRESETS.items():
-        if is_given(parameter):
+        if options.is_given(parameter):
             raise InputError(f"{option} needs a preset; leave it out with {names[0]}")
     return names[0], names[-1]
 
@@ -180,16 +167,16 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
     "--platform tpu:v5p:2x2x2, or nnx-pipeline memory my_model:step --inputs my_model:inputs",
 )
 @subject_options
-@target_options()
+@options.target_options()
 @click.option(
     "--top",
-    type=COUNT,
+    type=options.COUNT,
     default=20,
     show_default=True,
     metavar="N",
     help="Rows of the table; all other buffers are summed in one more row.",
 )
-@report_options
+@options.report_options
 def memory_command(
     name: str | None, inputs: Inputs, chosen: Chosen, target: Target, top: int, outputs: Outputs
 ) -> None:
@@ -237,8 +224,8 @@ class LimitsInMB:
     "nnx-pipeline lint my_model:train_step --inputs my_model:abstract_inputs",
 )
 @subject_options
-@mesh_option()
-@bundled(
+@options.mesh_option()
+@options.bundled(
     "limits",
     LimitsInMB,
     click.option(
@@ -258,7 +245,7 @@ class LimitsInMB:
         help="One-hot arrays below this size are not reported.",
     ),
 )
-@json_option
+@options.json_option
 def lint_command(
     name: str | None,
     inputs: Inputs,

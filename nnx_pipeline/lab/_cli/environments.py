@@ -67,12 +67,9 @@ def check_version(version: str) -> None:
 def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
     """The Python of an environment with this version of JAX and this kind of platform's compiler.
 
-    Builds the environment in `folder` if need be. It gets its name when it is complete, so that one
-    whose making was interrupted is not found. It holds what this project needs, and not the
-    project, whose source may change.
-
-    Raises InputError for a version that does not exist or that no Python here supports, and Failed
-    with the last line of pip for any other reason.
+    Builds it in `folder` if need be. An environment gets its name when it is complete, so that none
+    is found whose making was interrupted. It holds what this project needs, and not the project,
+    whose source may change.
     """
     needed = [f"jax=={version}", *requirements(kind)]
     digest = hashlib.sha256("\n".join(needed).encode()).hexdigest()[:10]

@@ -30,8 +30,6 @@ MEASURING = {
 
 
 class _Commands(click.Group):
-    """Loads the commands of entry points when they are asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*self.commands, *entry_points(group=ADDED).names})
 

@@ -32,10 +32,7 @@ from nnx_pipeline.lab.mesh import MeshConfig
 def measured(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform]
 ) -> list[Measurement]:
-    """The figures of a subject for platforms that differ in the kind of matrix products alone.
-
-    Raises InputError for what does not fit together, and Failed where it does not compile.
-    """
+    """The figures for each platform; these differ in the kind of matrix products alone."""
     with progress() as say, compiler_errors():
         if subject.config is not None:
             step = presets().measure_step
@@ -62,7 +59,6 @@ def run_measure(
 def run_memory(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
 ) -> None:
-    """Shows what the memory holds at its peak, in at most `most` rows of buffers."""
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
     found = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
@@ -110,7 +106,6 @@ def run_compare(
     pairs: Sequence[tuple[Platform, Platform]],
     outputs: Outputs,
 ) -> None:
-    """Compares two functions, with each pair of platforms; raises Failed if one fails."""
     with progress() as say, compiler_errors():
         grid, given = inputs.on(target.mesh_config, pairs[0][0])
         one, other = (
@@ -129,7 +124,6 @@ def run_compare(
 
 
 def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
-    """Shows the findings in a subject; raises Failed where there are any."""
     find: Callable[[MeshConfig, Limits], list[Finding]]
     if subject.config is None:
         find = functools.partial(_in_function, subject)

@@ -24,9 +24,9 @@ COUNT = click.IntRange(1, MOST)  # of an option that says how many
 def bundled(
     name: str, kind: type[Any], *options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """A decorator that adds options to a command, which receives them as one object, called `name`.
+    """Adds options to a command, which receives them as one object, called `name`.
 
-    The dataclass `kind` has one field for each option. `--help` lists the options in this order.
+    The dataclass `kind` has one field for each option.
     """
 
     def add(command: Command) -> Command:
@@ -51,7 +51,6 @@ def bundled(
 
 
 def json_option(command: Command) -> Command:
-    """Adds `--json`, which the command receives as `json_path`."""
     text = "Write the result as JSON; - is standard output."
     return click.option("--json", "json_path", metavar="PATH", help=text)(command)
 
@@ -90,10 +89,7 @@ written_options = bundled(
 
 
 def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[Command], Command]:
-    """A decorator that adds `--model` and `--set`, which the command receives as `chosen`.
-
-    A `hidden` `--model` is an old spelling, which `--help` leaves out.
-    """
+    """`--model` and `--set`, received as `chosen`; a hidden `--model` is an old spelling."""
     return bundled(
         "chosen",
         Chosen,
@@ -121,10 +117,7 @@ def config_of(chosen: Chosen) -> Any:
 
 
 def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
-    """A decorator that adds `--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`.
-
-    With `TwoArms` it adds `--xla-a` and `--xla-b`.
-    """
+    """`--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`."""
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
     options = [mesh_option(default), platform_option, gemm_option]
     if kind is Target:
@@ -145,7 +138,6 @@ def _xla_option(name: str, help: str) -> Callable[[Command], Command]:
 
 
 def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
-    """A decorator that adds `--mesh`; `shown` says what it is where it is not given."""
     return click.option(
         "--mesh",
         default="",
@@ -202,7 +194,6 @@ measuring_options = bundled(
 
 
 def is_given(option: str) -> bool:
-    """Whether the command line has the option that fills this parameter."""
     context = click.get_current_context()
     return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
 

@@ -22,8 +22,6 @@ _OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The values of `--html`, `--chart`, `--json` and `--explain`; None where not given."""
-
     html_path: str | None
     chart_path: str | None
     json_path: str | None
@@ -33,18 +31,13 @@ class Outputs:
         say_words(self.explain, self.json_path, *groups)
 
     def check(self) -> None:
-        """Raises InputError, before any work is done, if one of the files cannot be written."""
         from nnx_pipeline.lab._report.output import check_outputs
 
         check_outputs(html=self.html_path, chart=self.chart_path, json=self.json_path)
         check_picture(self.chart_path, "--chart")
 
     def write_outcomes(self, title: str, outcomes: Sequence[Sequence[Outcome]]) -> None:
-        """Writes the page and the chart of a comparison, if their options are given.
-
-        `outcomes` has one entry with the outcomes of the experiments, or two for the same
-        experiments: with Triton's matrix products and with cuBLASLt's.
-        """
+        """Takes the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
 
@@ -56,10 +49,6 @@ class Outputs:
             save_figure(outcomes_chart(title, *outcomes), self.chart_path)
 
     def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
-        """Writes the page, with `top` rows of buffers, and the chart of one program, if asked for.
-
-        `measured` has the program once, or with Triton's and with cuBLASLt's matrix products.
-        """
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
 
@@ -73,8 +62,6 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Written:
-    """The values of `--hlo`, `--json` and `--explain`."""
-
     hlo_path: str | None
     json_path: str | None
     explain: bool

@@ -30,9 +30,7 @@ class Presets(Protocol):
     ADVICE: Mapping[str, str]
     """What to change where a step does not fit, by the role of what takes the memory."""
 
-    def names(self) -> Sequence[str]:
-        """The presets."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     def fields(self) -> Sequence[str]:
         """The fields that `--set` can change, dotted."""

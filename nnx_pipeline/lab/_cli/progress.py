@@ -26,8 +26,7 @@ from nnx_pipeline.lab.errors import printable
 def progress() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows on standard error what the command is doing, and for how long.
 
-    In a terminal each text replaces the one before it, elsewhere each is a line of its own. What
-    user functions print meanwhile goes to standard error too, since standard output may be JSON.
+    What user functions print meanwhile goes to standard error too: standard output may be JSON.
     """
     console = Screen(stderr=True)
     began = time.monotonic()
@@ -76,10 +75,10 @@ def _time(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yields a function (text, by=1) that moves a progress bar, with the text beside it.
+    """Yields a function (text, by=1) that moves a progress bar.
 
-    `done` of `total` steps were done before. Where standard error is no terminal, there are lines
-    in place of a bar: the first, the last, and one every ten seconds.
+    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
+    one every ten seconds.
     """
     console = Screen(stderr=True)
     if not console.is_terminal:

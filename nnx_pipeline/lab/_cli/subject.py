@@ -25,20 +25,13 @@ WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The values of `--inputs` and `--arg`, the two ways to give a function its abstract arguments.
-
-    `inputs` is the `module:function` of a function that returns the tuple of arguments, or None;
-    `arguments` has one text for each argument, such as `bfloat16[8@data,128]`.
-    """
+    """The values of `--inputs` and `--arg`, two ways to give a function its abstract arguments."""
 
     inputs: str | None
     arguments: tuple[str, ...]
 
     def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
-        """The mesh over the devices of a platform, and the arguments, sharded as they say.
-
-        Raises InputError as `arguments_of` does.
-        """
+        """The mesh over the devices of a platform, and the arguments, sharded as they say."""
         import jax
 
         from nnx_pipeline.lab.compile._functions import arguments_of
@@ -71,11 +64,7 @@ inputs_options = bundled(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: one training step of a preset, or one call of a function.
-
-    A function has no `assignments` (`key=value` each) and the config None; a preset has no
-    `inputs`.
-    """
+    """One training step of a preset, or one call of a function, which has the config None."""
 
     name: str
     assignments: tuple[str, ...]
@@ -98,8 +87,7 @@ def is_function(name: str) -> bool:
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
     """The subject that the command line names, as the argument `name` or by `--model`.
 
-    Raises InputError unless there is one subject, for an option that it would ignore, and where the
-    model of a preset does not fit on the mesh.
+    Raises InputError unless there is one subject, and for an option that it would ignore.
     """
     if (name is None) == (chosen.model is None):
         found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"

@@ -80,7 +80,6 @@ _NAMES = {
 
 
 def _code(error: OSError) -> int:
-    """A file name that cannot be used is bad input; any other OSError is a failure."""
     return BAD_INPUT if error.errno in _NAMES else FAILED
 
 

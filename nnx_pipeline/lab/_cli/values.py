@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The values of `--model`, None without a preset, and of `--set`, `key=value` each."""
-
     model: str | None
     assignments: tuple[str, ...]
 
@@ -29,8 +27,7 @@ class Chosen:
 class Target:
     """The values of `--mesh`, `--platform`, `--gemm` and `--xla`.
 
-    An empty `mesh` is one device, and `platform` is "" and `gemm` None where they are not given.
-    `xla` has settings of the compiler, `NAME=VALUE` or `@SET` each.
+    `platform` is "" and `gemm` None where they are not given. An empty `mesh` is one device.
     """
 
     mesh: str
@@ -41,7 +38,7 @@ class Target:
     def settled(self, *, on_mesh: bool = True) -> Self:
         """With the platform of an installed compiler where none is named, which is said.
 
-        - `on_mesh`: whether the program needs a mesh also on one device.
+        `on_mesh` says whether the program needs a mesh also on one device.
         """
         if self.platform:
             return self
@@ -61,9 +58,7 @@ class Target:
     def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
         """The platform; an NVIDIA one once for each kind of matrix products that is asked for.
 
-        `own` has settings of one arm, which win over those of both. Raises InputError as
-        `Platform.parse` does, and for a `--gemm` that is unknown, unused or contradicted by a
-        setting.
+        Settings of one arm, in `own`, win over those of both.
         """
         settings = parse_settings(self.xla, own)
         platform = Platform.parse(self.platform).with_settings(settings)
@@ -91,8 +86,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Measuring:
-    """The values of `--list`, `--sweep` (`field=value,value`) and `--fresh`, for experiments."""
-
     listed: bool
     sweeps: tuple[str, ...]
     fresh: bool
@@ -100,8 +93,6 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Place:
-    """The values of `--mesh` and `--platform`, for a command that runs on devices."""
-
     mesh: str
     platform: str
 
@@ -123,14 +114,11 @@ class Place:
 
 @dataclass(frozen=True)
 class TwoArms(Target):
-    """The values of `--xla-a` and `--xla-b`, beside those that both arms have in common."""
-
     xla_a: tuple[str, ...] = ()
     xla_b: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, str]:
-        """The option that gives each arm settings of its own; "" for an arm without."""
         return ("--xla-a" if self.xla_a else "", "--xla-b" if self.xla_b else "")
 
     @property
@@ -142,8 +130,5 @@ class TwoArms(Target):
         return ("with", "without") if one else ("without", "with")
 
     def pairs(self) -> list[tuple[Platform, Platform]]:
-        """The platform of each arm; for NVIDIA once for each kind of matrix products.
-
-        An arm whose settings choose the matrix products stands beside Triton's alone.
-        """
+        """The platform of each arm; for NVIDIA once for each kind of matrix products."""
         return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))

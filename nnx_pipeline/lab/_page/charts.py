@@ -25,7 +25,6 @@ class DrawnArm(NamedTuple):
 
 
 def role_bars(arms: Sequence[DrawnArm]) -> Markup:
-    """A bar per arm, all on one scale, in pieces by role in the order of `roles_of`."""
     order = roles_of(arms)
     largest = max(arm.attribution.heap_bytes for arm in arms) or 1
     return element(
@@ -37,7 +36,6 @@ def role_bars(arms: Sequence[DrawnArm]) -> Markup:
 
 
 def roles_of(arms: Sequence[DrawnArm]) -> list[str]:
-    """Every role that an arm has bytes of, largest sum over all arms first."""
     return list(role_totals([arm.attribution.by_role() for arm in arms]))
 
 
@@ -78,19 +76,15 @@ def _total(size: int) -> Markup:
 
 
 class Axis(NamedTuple):
-    """An axis from `low` to `high`, with grid lines at `ticks`."""
-
     low: float
     high: float
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """The position of a value on the axis, 0 at `low` and 1 at `high`."""
         return (value - self.low) / (self.high - self.low)
 
 
 def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
-    """An axis to the largest value or above, with `most` round steps at most."""
     if largest <= 0:
         return Axis(0.0, 1.0, (0.0, 1.0))
     rough = largest / most
@@ -102,10 +96,7 @@ def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
 
 
 def timeline(arms: Sequence[DrawnArm]) -> Markup:
-    """Live bytes of the heap over the schedule, from the first to the last instruction.
-
-    Each program is stretched to the whole width.
-    """
+    """Live bytes of the heap over the schedule; each program is stretched to the whole width."""
     y = axis_from_zero(max(arm.attribution.heap_bytes for arm in arms) / 1e6)
     lines, marks, words = [], [], []
     for arm in arms:
@@ -144,10 +135,10 @@ def plot(
     y_words: Sequence[str],
     label: str,
 ) -> Markup:
-    """A drawing area with grid lines at the ticks of an axis and their labels to the left.
+    """`shapes` in SVG units of `_WIDTH` by `_HEIGHT`, under HTML `marks`, with grid lines at the
+    ticks.
 
-    `shapes` are SVG elements, in units of `_WIDTH` by `_HEIGHT`; `marks` are HTML elements over
-    them; `label` is the drawing in words, for screen readers.
+    `label` is the drawing in words, for screen readers.
     """
     grid, names = [], []
     for tick, word in zip(y.ticks, y_words, strict=True):
@@ -173,7 +164,6 @@ def plot(
 
 
 def peak_of(attribution: Attribution) -> tuple[int, int]:
-    """Schedule position and live bytes of the highest point of the timeline."""
     return max(attribution.timeline, key=lambda point: point[1])
 
 

@@ -10,20 +10,9 @@ from nnx_pipeline.lab._page.charts import DrawnArm, role_bars, timeline
 from nnx_pipeline.lab._page.markup import Markup, element, fragment
 from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._page.tables import floors
+from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
-from nnx_pipeline.lab._report.view.figures import (
-    COLUMNS,
-    DASH,
-    GEMM_NAMES,
-    QUANTITIES,
-    are_alike,
-    differ_by_gemm,
-    estimated,
-    megabytes,
-    relative_change,
-    same_numbers,
-    verdict_words,
-)
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, QUANTITIES, megabytes
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import BUFFERS, MEMORY, TIME, VERDICTS
@@ -83,8 +72,6 @@ def measurement_page(
 
 @dataclass(frozen=True)
 class _Page:
-    """The header and the footer that go around the body of a page."""
-
     title: str
     notes: Sequence[Remark]
     command: str
@@ -132,7 +119,7 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
         name = outcome.question.name
         link = element("a", name, href=f"#{name}")
         rows.append(([link, " ", element("span", outcome.question.claim, class_="claim")], outcome))
-        if other and differ_by_gemm(outcome, other):
+        if other and figures.differ_by_gemm(outcome, other):
             rows.append(
                 ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
             )
@@ -148,18 +135,17 @@ def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
     ratio = outcome.ratio(outcome.question.judged_by)
     return (
         _pill(outcome),
-        DASH if ratio is None else f"{ratio:.3f}",
+        figures.DASH if ratio is None else f"{ratio:.3f}",
         *(_pair(outcome.bytes_of(name)) for name in QUANTITIES),
         _pair_of_steps((outcome.a, outcome.b)),
     )
 
 
 def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
-    """What changes with NVIDIA's other kind of matrix product; None if that was not measured."""
     if other is None:
         return None
     triton, cublas = GEMM_NAMES["triton"], GEMM_NAMES["cublas"]
-    if not differ_by_gemm(outcome, other):
+    if not figures.differ_by_gemm(outcome, other):
         words = f"With {cublas}’s matrix products instead of {triton}’s: the same memory."
         return element("p", words, class_="quiet")
     rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
@@ -174,7 +160,7 @@ def _pair(values: Sequence[int | None]) -> str:
 
 def _pair_of_steps(results: Sequence[Measurement | None]) -> str:
     times = [result.time if result else None for result in results]
-    return " → ".join(estimated(time, "step_seconds") for time in times)
+    return " → ".join(figures.estimated(time, "step_seconds") for time in times)
 
 
 def _step(result: Measurement | None) -> float | None:
@@ -183,11 +169,10 @@ def _step(result: Measurement | None) -> float | None:
 
 def _pill(outcome: Outcome) -> Markup:
     css = "failed" if outcome.failed else outcome.verdict.replace(" ", "-")
-    return element("span", verdict_words(outcome), class_=f"pill {css}")
+    return element("span", figures.verdict_words(outcome), class_=f"pill {css}")
 
 
 def _card(outcome: Outcome, other: Outcome | None) -> Markup:
-    """The card of one experiment: what differs, the verdict, and why."""
     question = outcome.question
     arms = [tables.LabelledProgram(key, *arm) for key, arm in zip("ab", outcome.arms, strict=True)]
     return element(
@@ -203,7 +188,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
         _by_gemm(outcome, other),
-        element("p", f"Same numbers: {same_numbers(outcome.numerics)}.", class_="quiet")
+        element("p", f"Same numbers: {figures.same_numbers(outcome.numerics)}.", class_="quiet")
         if outcome.numerics
         else None,
         tables.account_table(arms) if outcome.a or outcome.b else None,
@@ -225,13 +210,12 @@ def _fields(outcome: Outcome) -> list[Markup]:
 
 
 def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
-    """The main figures of the arms, in large print."""
     results = [arm.result for arm in arms]
     memories = [result.memory if result else None for result in results]
     if not any(memories):
         return None
     items = []
-    for label in COLUMNS:
+    for label in figures.COLUMNS:
         values = [getattr(memory, f"{label}_bytes") if memory else None for memory in memories]
         items.append(
             element("div", element("dt", label), element("dd", _pair(values), _unit(values, "MB")))
@@ -239,7 +223,7 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
     steps = list(map(_step, results))
     if any(steps):
         times = [result.time if result else None for result in results]
-        alike = steps if are_alike(times[0], times[-1]) else ()  # else no ratio is known
+        alike = steps if figures.are_alike(times[0], times[-1]) else ()  # else no ratio is known
         shown = element("dd", _pair_of_steps(results), _unit(alike, "ms"))
         items.append(element("div", element("dt", "estimated step"), shown))
     return element("dl", items, class_="headline")
@@ -248,12 +232,11 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
 def _unit(values: Sequence[float | None], unit: str) -> Markup:
     words = f" {unit}"
     if len(values) == 2 and values[0] and values[1] is not None:
-        words += f" ({relative_change(values[0], values[1])})"
+        words += f" ({figures.relative_change(values[0], values[1])})"
     return element("small", words)
 
 
 def _memory(arms: Sequence[tables.LabelledProgram], top: int) -> Markup | None:
-    """What the heap holds, as charts and as lists of buffers."""
     is_alone = len(arms) == 1
     measured = [arm for arm in arms if arm.result]
     if not measured:

@@ -32,7 +32,6 @@ def element(name: str, /, *content: "Content", **attributes: str | float | bool 
 
 
 def fragment(*content: "Content") -> Markup:
-    """The HTML of some content, without an element around it."""
     return Markup("".join(_text(part) for part in content))
 
 

@@ -6,18 +6,9 @@ from typing import Any, NamedTuple
 
 from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
 from nnx_pipeline.lab._page.markup import Content, Markup, element, fragment
+from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import BufferRow, difference_row
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    OTHER_ROWS,
-    account_rows,
-    basis_of,
-    estimated,
-    megabytes,
-    role_colour,
-    shares,
-    teraflops,
-)
+from nnx_pipeline.lab._report.view.figures import DASH, megabytes
 from nnx_pipeline.lab._report.view.floor import (
     ABOUT,
     TermRow,
@@ -34,10 +25,7 @@ _SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
 
 
 class LabelledProgram(NamedTuple):
-    """One of the programs of a table: its letter, `a`, `b` or "", its label and its figures.
-
-    A program that did not compile has None for them.
-    """
+    """One of the programs of a table; its letter is `a`, `b`, or "" for the only one."""
 
     key: str
     label: str
@@ -114,9 +102,8 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
 
 
 def swatch(role: str) -> Markup:
-    """A small square in the colour of a role."""
     return element(
-        "span", class_="swatch", style=f"background:{role_colour(role)}", aria_hidden="true"
+        "span", class_="swatch", style=f"background:{figures.role_colour(role)}", aria_hidden="true"
     )
 
 
@@ -129,7 +116,6 @@ def _what(row: BufferRow) -> Content:
 
 
 def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
-    """A table of the largest buffers at the peak."""
     cells = [
         (
             _what(row),
@@ -143,7 +129,6 @@ def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
 
 
 def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Markup:
-    """A table of what changed, buffer by buffer, largest change first."""
     cells = [
         (
             _what(row),
@@ -158,8 +143,7 @@ def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Mark
 
 
 def account_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """What each program holds in device memory; the last row is the sum."""
-    known = [account_rows(arm.result) if arm.result else None for arm in arms]
+    known = [figures.account_rows(arm.result) if arm.result else None for arm in arms]
     # One program may have a row that the other lacks, in the midst of the same rows.
     *_, total = labels = max((list(rows) for rows in known if rows), key=len)
     rows: list[list[Content]] = []
@@ -182,16 +166,15 @@ def account_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """Everything else that the compiler reports of each arm."""
     results = [arm.result for arm in arms]
     rows: list[list[Content]] = []
-    for label, field in OTHER_ROWS.items():
+    for label, field in figures.OTHER_ROWS.items():
         values = [getattr(r.memory, field) if r else None for r in results]
         rows.append([f"{label}, MB", *map(megabytes, values)])
         if len(values) == 2:
             # The memory of the host is not the memory of a device.
             rows[-1].append(change(*values, coloured=not field.startswith("host")))
-    flops = [teraflops(r.flops) if r else DASH for r in results]
+    flops = [figures.teraflops(r.flops) if r else DASH for r in results]
     rows.append(["matrix products", *flops])
     if any(result and result.time for result in results):
         rows += _time_rows(results)
@@ -211,7 +194,7 @@ def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
 def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
     times = [result.time if result else None for result in results]
     # The words for two arms differ only in what their branches leave open.
-    known = dict.fromkeys(basis_of(time) for time in times if time)
+    known = dict.fromkeys(figures.basis_of(time) for time in times if time)
     fields = (
         (f"estimated step, ms ({', or '.join(known)})", "step_seconds"),
         ("of this compute, ms", "compute_seconds"),
@@ -221,9 +204,12 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
         ("all transfers to and from the host, ms", "host_seconds"),
     )
     rows: list[list[Content]] = [
-        [label, *(estimated(time, field) for time in times)] for label, field in fields
+        [label, *(figures.estimated(time, field) for time in times)] for label, field in fields
     ]
-    return [*rows, ["useful and launched", *(shares(time) if time else DASH for time in times)]]
+    return [
+        *rows,
+        ["useful and launched", *(figures.shares(time) if time else DASH for time in times)],
+    ]
 
 
 def _collectives(results: Sequence[Measurement | None]) -> list[str]:
@@ -236,7 +222,6 @@ def _traffic(result: Measurement | None, name: str) -> str:
 
 
 def config_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """The value of each field of the config, or both values where the arms differ."""
     known = [_fields(arm.result) for arm in arms if arm.result]
     keys = dict.fromkeys(key for fields in known for key in fields)
     rows = []
@@ -247,7 +232,6 @@ def config_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
-    """The fields and compiler settings in which the arms differ, with both values as text."""
     one, other = _fields(a), _fields(b)
     return [
         (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))
@@ -274,7 +258,6 @@ def _plain(value: object) -> str:
 
 
 def floors(arms: Sequence[LabelledProgram]) -> Markup | None:
-    """Measured over floor of each program, with the terms and the roles between, to be opened."""
     known = [_floor(arm.key, arm.result) for arm in arms if arm.result and arm.result.floor]
     return fragment(known) if known else None
 

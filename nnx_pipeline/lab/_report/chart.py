@@ -6,16 +6,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab._files import ink_on
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    GEMM_NAMES,
-    compiler,
-    differ_by_gemm,
-    megabytes,
-    role_colour,
-    role_totals,
-    verdict_words,
-)
+from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, megabytes
 from nnx_pipeline.lab._report.view.remarks import headed, settings_lines
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -54,12 +46,12 @@ def outcomes_chart(
     bars: list[Bar] = []
     for outcome, other in zip_longest(outcomes, cublas):
         bars += _bars(outcome, group_heading(outcome, drawn), "", drawn)
-        if other and differ_by_gemm(outcome, other):
+        if other and figures.differ_by_gemm(outcome, other):
             kind = GEMM_NAMES["cublas"]
             bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
-    small_print = compiler(measured[0]) if measured else ""
+    small_print = figures.compiler(measured[0]) if measured else ""
     return make_chart(headed(title, outcomes), bars, small_print, what)
 
 
@@ -88,19 +80,18 @@ def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
 
 
 def program_chart(title: str, *measured: Measurement) -> "Figure":
-    """A chart of the heap, with one bar for each kind of matrix product that was measured."""
     bars = [
         Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
     ]
     head = "\n".join([title, *settings_lines(measured)])
-    return make_chart(head, bars, compiler(measured[0]), _HEAP)
+    return make_chart(head, bars, figures.compiler(measured[0]), _HEAP)
 
 
 def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
     """The verdict with its figures, and what the bars say if they show other ones."""
     judged = outcome.question.judged_by
-    words = f"{outcome.question.name}{more}: {verdict_words(outcome)}"
+    words = f"{outcome.question.name}{more}: {figures.verdict_words(outcome)}"
     if outcome.verdict == NOT_APPLICABLE:
         return words
     words += f", {' → '.join(map(megabytes, outcome.bytes_of(judged)))} MB"
@@ -112,14 +103,10 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 
 
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
-    """A chart of horizontal bars in pieces, each with its total, and a legend below.
-
-    The bars of one group follow each other. `small_print` names the compiler, above the legend, and
-    `what` the figure on the axis.
-    """
+    """A chart of horizontal bars in pieces; the bars of one group follow each other."""
     from matplotlib.figure import Figure
 
-    sums = role_totals([bar.sizes or {} for bar in bars])
+    sums = figures.role_totals([bar.sizes or {} for bar in bars])
     groups = list(dict.fromkeys(bar.group for bar in bars))
     letters = int(_WIDTH / _LETTER / 1.25)
     head = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
@@ -160,13 +147,13 @@ def _places(bars: Sequence[Bar]) -> list[float]:
 
 def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
     if bar.sizes is None:
-        axes.text(0, place, f" {DASH}", va="center", fontsize=9)
+        axes.text(0, place, f" {figures.DASH}", va="center", fontsize=9)
         return
     sizes, at = bar.sizes, 0.0
     whole = axes.get_xlim()[1]
     for role in order:
         size = sizes.get(role, 0) / 1e6
-        colour = role_colour(role)
+        colour = figures.role_colour(role)
         axes.barh(place, size, _BAR, at, color=colour, edgecolor="white", linewidth=0.8)
         words = megabytes(sizes.get(role, 0))
         # Only a piece that is wide enough for its figure gets one.
@@ -181,7 +168,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
 def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=role_colour(role), label=role) for role in sums]
+    handles = [Patch(facecolor=figures.role_colour(role), label=role) for role in sums]
     if handles:
         figure.legend(
             handles=handles,

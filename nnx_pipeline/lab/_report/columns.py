@@ -34,8 +34,7 @@ class Column:
     shorter: Callable[[str], str] | None = None
 
 
-def figures(*names: str) -> list[Column]:
-    """Columns of numbers that always stay, with these heads."""
+def number_columns(*names: str) -> list[Column]:
     return [Column(name, is_number=True) for name in names]
 
 
@@ -125,7 +124,6 @@ STYLES: dict[Tone, str] = {
 
 
 def small_table(title: str, heads: Sequence[str], *sections: Iterable[Sequence[str]]) -> Table:
-    """A table of names and then figures, with a line between two sections of rows."""
     table = Table(title=title, title_justify="left", show_header=any(heads))
     name, *figures = heads
     table.add_column(name, no_wrap=True)
@@ -139,5 +137,4 @@ def small_table(title: str, heads: Sequence[str], *sections: Iterable[Sequence[s
 
 
 def texts(remarks: Iterable[Remark]) -> list[Text]:
-    """Each remark as a line in the colour of its tone."""
     return [Text(remark.text, style=STYLES[remark.tone]) for remark in remarks]

@@ -1,4 +1,4 @@
-"""Tables of one program: what the heap holds, where the time goes, how far above the floor it is."""
+"""Tables of one program: what the heap holds, where the time goes, how far above the floor."""
 
 import re
 from collections import defaultdict
@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab._report.columns import Column, Columns, figures, small_table
+from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, small_table
+from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import (
     BufferRow,
     buffer_rows,
@@ -18,15 +19,7 @@ from nnx_pipeline.lab._report.view.buffers import (
     short_operation,
     short_source,
 )
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    basis_of,
-    bounded,
-    estimated,
-    megabytes,
-    milliseconds,
-    shares,
-)
+from nnx_pipeline.lab._report.view.figures import DASH, megabytes, milliseconds
 from nnx_pipeline.lab._report.view.floor import (
     ABOUT,
     ABOUT_EXPECTED,
@@ -58,12 +51,12 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     Each list has `top` rows; the other buffers are summed in one more row.
     """
     heap = attribution.heap_bytes
-    heads = [*figures("MB"), Column("share", 4, is_number=True), *figures("×")]
+    heads = [*number_columns("MB"), Column("share", 4, is_number=True), *number_columns("×")]
     table = Columns([*heads, *_WHAT], title="the heap of device memory at its peak")
     _fill(table, buffer_rows(attribution.buffers), top, heap)
     tables = [table]
     for other, rows in outside_the_heap(attribution).items():
-        tables.append(Columns([*figures("MB", "×"), *_WHAT], title=other))
+        tables.append(Columns([*number_columns("MB", "×"), *_WHAT], title=other))
         _fill(tables[-1], rows, top)
     roles = [(role, _size(n), _share(n, heap)) for role, n in attribution.by_role().items()]
     by_role = small_table("by role", ("role", "MB", "share"), roles, [("heap", _size(heap), "")])
@@ -79,8 +72,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
 
 
 def difference_view(title: str, changes: Sequence[BufferDifference], *, top: int = TOP) -> Columns:
-    """A table of the first `top` changes from a to b, which come largest first."""
-    table = Columns([*figures("a MB", "b MB", "b − a"), *_WHAT], title=title)
+    table = Columns([*number_columns("a MB", "b MB", "b − a"), *_WHAT], title=title)
     for change in changes[:top]:
         row = difference_row(change)
         table.add_row(_size(change.a_bytes), _size(change.b_bytes), _signed(row.bytes), *_what(row))
@@ -90,8 +82,6 @@ def difference_view(title: str, changes: Sequence[BufferDifference], *, top: int
 
 
 def _fill(table: Columns, rows: Sequence[BufferRow], top: int, heap: int | None = None) -> None:
-    """Adds the first rows and a sum of the others, with their shares where the heap is given."""
-
     def add(some: Iterable[BufferRow], count: str, *what: str) -> None:
         size = sum(row.bytes for row in some)
         shares = [] if heap is None else [_share(size, heap)]
@@ -143,34 +133,33 @@ def _share(size: int, whole: int) -> str:
 
 
 def time_table(time: Time | None) -> RenderableType:
-    """Compute, collectives, what of these the compute waits for, and the step."""
     if time is None:
         return Text("estimated time: –")
-    known = [("  of this, known", bounded(time, time.known_seconds))]
+    known = [("  of this, known", figures.bounded(time, time.known_seconds))]
     waits = "that the compute waits for"
     step = [
-        ("compute", estimated(time, "compute_seconds")),
+        ("compute", figures.estimated(time, "compute_seconds")),
         *(known if time.compute_seconds is None else ()),
         (f"+ collectives {waits}", milliseconds(time.exposed_seconds)),
         (f"+ transfers {waits}", milliseconds(time.memory_wait_seconds)),
-        ("= step", estimated(time, "step_seconds")),
+        ("= step", figures.estimated(time, "step_seconds")),
     ]
     hidden, stopping = time.range_seconds or (None, None)
     traffic = [
         ("all collectives", milliseconds(time.collective_seconds)),
-        ("step if all of them were hidden", bounded(time, hidden)),
-        ("step if none of them were", bounded(time, stopping)),
+        ("step if all of them were hidden", figures.bounded(time, hidden)),
+        ("step if none of them were", figures.bounded(time, stopping)),
     ]
     if time.host_seconds:
         traffic.append(("all transfers to and from the host", milliseconds(time.host_seconds)))
-    table = small_table(f"estimated time, {basis_of(time)}", ("", "ms"), step, traffic)
-    return Group(table, Text(shares(time)))
+    table = small_table(f"estimated time, {figures.basis_of(time)}", ("", "ms"), step, traffic)
+    return Group(table, Text(figures.shares(time)))
 
 
 def lines_table(time: Time, *, top: int) -> Columns:
     """Where the compute goes: one row per source line, its passes side by side."""
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
-    heads = [*figures("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
+    heads = [*number_columns("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
     least = "at least, " * time.is_lower_bound
     table = Columns(heads, title=f"where the estimated compute goes, {least}ms")
     ordered = rows_by_line(time)
@@ -182,7 +171,6 @@ def lines_table(time: Time, *, top: int) -> Columns:
 
 
 def rows_by_line(time: Time) -> list[list[TimeRow]]:
-    """The compute of each line of source and caller, the line that takes longest first."""
     lines: dict[tuple[str | None, str | None], list[TimeRow]] = defaultdict(list)
     for row in time.rows:
         lines[row.source, row.caller].append(row)

@@ -111,7 +111,6 @@ PANELS = (
 
 
 def sweep_chart(title: str, sweep: Sweep) -> "Figure":
-    """A panel per figure; a dashed line is the fit, with its slope in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")
@@ -156,7 +155,7 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
 
 
 def _places(points: Sequence[Point]) -> list[float]:
-    """The x position of each value; values that are not all numbers are spaced evenly, in order."""
+    """The x position of each value; values that are not all numbers are spaced evenly."""
     values = [point.value for point in points]
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return list(map(float, values)) if numbers else [float(at) for at in range(len(values))]

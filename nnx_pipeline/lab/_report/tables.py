@@ -11,34 +11,9 @@ from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import small_table, texts
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.program_tables import difference_view, time_table
-from nnx_pipeline.lab._report.view.figures import (
-    COLUMNS,
-    DASH,
-    GEMM_NAMES,
-    OTHER_ROWS,
-    account_rows,
-    compiler,
-    differ_by_gemm,
-    estimated,
-    megabytes,
-    same_numbers,
-    teraflops,
-    verdict_words,
-)
-from nnx_pipeline.lab._report.view.remarks import (
-    ADVICE,
-    TOO_LARGE,
-    arm_lines,
-    blind_spots,
-    closing_remarks,
-    cpu_remarks,
-    fit_remarks,
-    gemm_remarks,
-    settings_remarks,
-    unread_lines,
-    warnings,
-)
+from nnx_pipeline.lab._report.program_tables import difference_view, floor_view, time_table
+from nnx_pipeline.lab._report.view import figures, remarks
+from nnx_pipeline.lab._report.view.figures import DASH, GEMM_NAMES, megabytes
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import PAGE
 from nnx_pipeline.lab.comparison.outcome import Outcome
@@ -53,7 +28,11 @@ _KEY_WIDTH = len(_KEY.format("a"))
 
 
 def measurement_view(
-    title: str, measurement: Measurement, *, hint: bool = True, advice: Mapping[str, str] = ADVICE
+    title: str,
+    measurement: Measurement,
+    *,
+    hint: bool = True,
+    advice: Mapping[str, str] = remarks.ADVICE,
 ) -> RenderableType:
     """What one program costs: memory, collectives, matrix products, time, and notes.
 
@@ -62,56 +41,46 @@ def measurement_view(
     """
     memory = _account_table(measurement)
     memory.add_section()
-    for label, field in OTHER_ROWS.items():
+    for label, field in figures.OTHER_ROWS.items():
         memory.add_row(label, megabytes(getattr(measurement.memory, field)))
     lines: list[RenderableType] = [
         Text(title, style="bold"),
-        Text(f"compiler: {compiler(measurement)}"),
+        Text(f"compiler: {figures.compiler(measurement)}"),
         *(Text(f"{name}: {choice}") for name, choice in measurement.choices.items()),
-        *texts(settings_remarks([measurement])),
+        *texts(remarks.settings_remarks([measurement])),
         memory,
         _traffic(measurement),
         Text(f"matrix products: {_products(measurement)}"),
         time_table(measurement.time),
-        *_floor(measurement),
+        *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
-    remarks = [
-        *cpu_remarks([measurement]),
-        *gemm_remarks([measurement], hint=hint),
-        *blind_spots([measurement]),
-        *warnings([*unread_lines([measurement]), *measurement.notes]),
-        *fit_remarks(measurement, advice),
+    closing = [
+        *remarks.cpu_remarks([measurement]),
+        *remarks.gemm_remarks([measurement], hint=hint),
+        *remarks.blind_spots([measurement]),
+        *remarks.warnings([*remarks.unread_lines([measurement]), *measurement.notes]),
+        *remarks.fit_remarks(measurement, advice),
     ]
-    return Group(*lines, *texts(remarks))
-
-
-def _floor(measurement: Measurement) -> list[RenderableType]:
-    """What a step must hold; any other program has no floor, and needs no tables of it."""
-    if measurement.floor is None:
-        return []
-    from nnx_pipeline.lab._report.program_tables import floor_view
-
-    return floor_view(measurement)
+    return Group(*lines, *texts(closing))
 
 
 def account_view(measurement: Measurement) -> RenderableType:
-    """The account alone, with remarks on its figures."""
-    remarks = [
-        *cpu_remarks([measurement]),
-        *blind_spots([measurement]),
-        *settings_remarks([measurement]),
-        *warnings(measurement.notes),
-        *fit_remarks(measurement),
+    closing = [
+        *remarks.cpu_remarks([measurement]),
+        *remarks.blind_spots([measurement]),
+        *remarks.settings_remarks([measurement]),
+        *remarks.warnings(measurement.notes),
+        *remarks.fit_remarks(measurement),
     ]
-    return Group(_account_table(measurement), *texts(remarks))
+    return Group(_account_table(measurement), *texts(closing))
 
 
 def _account_table(measurement: Measurement) -> Table:
     table = Table(title="memory per device", title_justify="left")
     table.add_column("", overflow="fold")
     table.add_column("MB", justify="right", no_wrap=True)
-    *parts, (label, total) = account_rows(measurement).items()
+    *parts, (label, total) = figures.account_rows(measurement).items()
     for part, size in parts:
         table.add_row(part, megabytes(size))
     table.add_section()
@@ -135,19 +104,21 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     arms = [arm for outcome in outcomes for arm in _arms(outcome)]
     letters = max((len(label) for label, _ in arms), default=0)
     timed = any(result and result.time for _, result in arms)
-    heads = [*(f"{name} MB" for name in COLUMNS), *(["step ms"] if timed else [])]
+    heads = [*(f"{name} MB" for name in figures.COLUMNS), *(["step ms"] if timed else [])]
     parts: list[RenderableType] = [
         Text(title, style="italic"),
         _Rows([("", heads)], letters, heads, keys=""),
     ]
     for outcome in outcomes:
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
-        settings = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
+        settings = [Padding(Text(line), (0, 0, 0, 2)) for line in remarks.arm_lines(outcome)]
         parts += [Text(heading(outcome), style="bold"), *settings, _Rows(rows, letters, heads)]
     parts.append(_LeftOut(_Rows([], letters, heads)))
-    remarks = warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
+    closing = remarks.warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
-    remarks += closing_remarks(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
+    closing += remarks.closing_remarks(
+        measured, [o.numerics for o in outcomes if o.numerics], hint=hint
+    )
     changes = [
         difference_view(
             f"{outcome.question.name}: what differs at the peak of the heap", outcome.buffers
@@ -155,7 +126,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
         for outcome in outcomes
         if outcome.buffers
     ]
-    return Group(*parts, *changes, *texts([*remarks, *closing_sentences(outcomes)]))
+    return Group(*parts, *changes, *texts([*closing, *closing_sentences(outcomes)]))
 
 
 @dataclass(frozen=True)
@@ -179,13 +150,12 @@ class _Rows:
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
         for _ in shown:
             table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
-        for key, (label, figures) in zip(self.keys or " ", self.rows, strict=False):
-            cells = (figures[at] for at in shown)
+        for key, (label, sizes) in zip(self.keys or " ", self.rows, strict=False):
+            cells = (sizes[at] for at in shown)
             table.add_row(_KEY.format(key) if self.keys else "", label, *cells)
         yield table
 
     def missing(self, width: int) -> list[str]:
-        """The heads of the figures that there is no room for."""
         shown = self._shown(width)
         return [head for at, head in enumerate(self.heads) if at not in shown]
 
@@ -202,8 +172,6 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """One line that names the figures which `rows` leaves out; nothing where it shows all."""
-
     rows: _Rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -213,14 +181,16 @@ class _LeftOut:
 
 
 def _figures(result: Measurement | None, timed: bool) -> list[str]:
-    sizes = [getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS]
-    step = estimated(result.time if result else None, "step_seconds")
+    sizes = [
+        getattr(result.memory, f"{name}_bytes") if result else None for name in figures.COLUMNS
+    ]
+    step = figures.estimated(result.time if result else None, "step_seconds")
     return [*map(megabytes, sizes), *([step] if timed else [])]
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
     return [
-        (f"{label}{TOO_LARGE if result and result.exceeds_device_memory else ''}", result)
+        (f"{label}{remarks.TOO_LARGE if result and result.exceeds_device_memory else ''}", result)
         for label, result in outcome.arms
     ]
 
@@ -229,11 +199,11 @@ def heading(outcome: Outcome) -> str:
     """Name and claim, the verdict and its figure, and whether both arms compute the same."""
     question = outcome.question
     name = f"{question.name} ({question.claim})" if question.claim else question.name
-    text = f"{name}: {verdict_words(outcome)}"
+    text = f"{name}: {figures.verdict_words(outcome)}"
     if (ratio := outcome.ratio(question.judged_by)) is not None:
         text += f", b/a {ratio:.3f}"
     if outcome.numerics:
-        text += f"; same numbers: {same_numbers(outcome.numerics)}"
+        text += f"; same numbers: {figures.same_numbers(outcome.numerics)}"
     return text
 
 
@@ -242,7 +212,7 @@ def show_measurements(
     results: Sequence[Measurement],
     *,
     json_path: str | None,
-    advice: Mapping[str, str] = ADVICE,
+    advice: Mapping[str, str] = remarks.ADVICE,
 ) -> None:
     """Prints the tables of `measure`, and writes their JSON.
 
@@ -277,7 +247,9 @@ def show_outcomes(
     show(outcomes_view(named, found[0], hint=not both), json_path=json_path)
     if both:
         pairs = zip(*found, strict=True)
-        differing = [other for one, other in pairs if differ_by_gemm(one, other) or other.failed]
+        differing = [
+            other for one, other in pairs if figures.differ_by_gemm(one, other) or other.failed
+        ]
         named = f"{title}, matrix products by {GEMM_NAMES['cublas']}, where that differs"
         view = outcomes_view(named, differing, hint=False) if differing else SAME_MEMORY
         show(view, json_path=json_path)
@@ -286,12 +258,11 @@ def show_outcomes(
 
 def _products(measurement: Measurement) -> str:
     known = measurement.flops is None and measurement.known_flops is not None
-    part = f", {teraflops(measurement.known_flops)} of them known" if known else ""
-    return f"{teraflops(measurement.flops)} per device and step{part}"
+    part = f", {figures.teraflops(measurement.known_flops)} of them known" if known else ""
+    return f"{figures.teraflops(measurement.flops)} per device and step{part}"
 
 
 def word_list(*groups: Iterable[tuple[str, str]]) -> RenderableType:
-    """Each word with its sentence, one below the other, from tables of `view.words`."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()

@@ -24,10 +24,8 @@ FIGURES = (
 class Fit:
     """A straight line fitted by least squares: figure = slope · value + intercept.
 
-    - `slope`: how much the figure grows, in its own unit, if the field's value grows by 1.
-    - `intercept`: the figure at value 0.
-    - `r_squared`: the share of the figure's variance that the line explains. None for two values,
-      through which a line always goes, and for a figure that does not vary.
+    `r_squared` is the share of the figure's variance that the line explains. It is None for two
+    values, through which a line always goes, and for a figure that does not vary.
     """
 
     slope: float

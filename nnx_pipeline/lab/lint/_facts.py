@@ -28,8 +28,6 @@ _REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 
 
 class ArraySize(NamedTuple):
-    """Bytes of an array, and whether they are those on one device."""
-
     bytes: int
     per_device: bool
 
@@ -52,7 +50,6 @@ class LintedProgram:
         self.scope = program_scope(self.traced)
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each parameter, without axes of size 1."""
         inputs = self.traced.jaxpr.invars
         return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
 
@@ -162,7 +159,6 @@ def made_from(value: Value, through: set[str]) -> Value:
 
 
 def array_text(value: Value) -> str:
-    """Dtype and shape, such as `float32[8,128]`."""
     return f"{value.aval.dtype.name}[{','.join(map(str, value.aval.shape))}]"
 
 

@@ -14,7 +14,6 @@ _STYLES = {"warning": "bold yellow", "advice": "cyan"}
 
 
 def findings_view(title: str, findings: Sequence[Finding]) -> RenderableType:
-    """A table with one row per finding: where it is, what it is and what to do about it."""
     if not findings:
         return Text(f"{title}: no findings")
     table = Table(title=title, title_justify="left", show_lines=True)
@@ -50,7 +49,6 @@ def _short(location: str) -> str:
 def findings_json(
     subject: dict[str, object], findings: Sequence[Finding], limits: Limits
 ) -> dict[str, object]:
-    """The JSON that `lint --json` writes; `subject` has entries that say what was linted."""
     return {
         "schema": 1,
         **subject,

@@ -231,7 +231,6 @@ def trivial_constraints(program: LintedProgram, limits: Limits) -> Iterator[Find
 
 
 def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
-    """Whether a value is sharded before a trivial constraint, or is constrained to be after it."""
     known = program.sharding_of(before)
     if known is not None and not spreads_nothing(known.spec):
         return True

@@ -90,7 +90,6 @@ class JaxprScope:
 
     @functools.cached_property
     def made(self) -> dict[Var, tuple[JaxprEqn, int]]:
-        """The equation that makes each variable, and the index of the variable in its results."""
         return {
             variable: (equation, index)
             for equation in self.jaxpr.eqns
@@ -98,7 +97,6 @@ class JaxprScope:
         }
 
     def scopes(self) -> Iterator["JaxprScope"]:
-        """This scope and all scopes inside it."""
         yield self
         for scopes in self.inner.values():
             for scope in scopes:
@@ -120,7 +118,6 @@ class JaxprScope:
             scope = scope.parent
 
     def locate(self, equation: JaxprEqn) -> Location:
-        """The source line of an equation, or of a call around it."""
         return location_of([equation, *self.calls()])
 
 

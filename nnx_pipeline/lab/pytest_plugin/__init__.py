@@ -127,10 +127,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Notes whether tests were left out.
-
-    A conftest may remove some without a call of `pytest_deselected`, so the tests are counted.
-    """
+    """Counts tests: a conftest may remove some without calling `pytest_deselected`."""
     mine = session.config.stash[SESSION]
     mine.selected |= len(session.items) < mine.collected
 
@@ -213,5 +210,4 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
 
 
 def _figures(figures: Figures) -> str:
-    """The figures of a budget in one line, such as `heap 1,024, temp 2,048`."""
     return ", ".join(budgets.in_words(name, value) for name, value in sorted(figures.items()))

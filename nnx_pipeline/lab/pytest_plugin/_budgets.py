@@ -40,10 +40,7 @@ Figures = Mapping[str, float]  # bytes are whole numbers
 
 
 class Key(NamedTuple):
-    """What a budget is for; `name` tells several budgets of one test apart, "" for the only one.
-
-    `compiler` has the packages and versions that `compiler_of` gives.
-    """
+    """What a budget is for; `name` tells several budgets of one test apart."""
 
     test: str
     name: str
@@ -81,7 +78,6 @@ class Change(NamedTuple):
 
 
 def in_words(figure: str, value: float) -> str:
-    """A figure with its name, and with its unit unless that is bytes: `estimated step 1.250 ms`."""
     name, unit, number = _wording(figure, value)
     return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
 
@@ -112,7 +108,6 @@ def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
 
 
 def figures_of(result: object) -> dict[str, float | None]:
-    """Each figure of FIGURES by its name, as the file holds it; None where it is not known."""
     figures = {name: getattr(result, name) for name in FIGURES}
     for name in SECONDS:
         if figures[name] is not None:
@@ -121,7 +116,6 @@ def figures_of(result: object) -> dict[str, float | None]:
 
 
 def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures that are missing, or exceed their budget by more than the tolerance, a share."""
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -131,7 +125,6 @@ def above(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 
 
 def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures below their budget by more than the tolerance, a share of it."""
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -241,17 +234,11 @@ def updated(
 
 
 def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
-    """The other compilers that have this budget of the same test, name and platform."""
     return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)
 
 
 @dataclass
 class Results:
-    """What one test measured: a text of each measurement, and figures of each budget asked for.
-
-    `hints` are lines about figures that are below their budget by more than the tolerance.
-    """
-
     descriptions: list[str] = field(default_factory=list)
     requested: dict[Key, Figures] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
@@ -262,15 +249,6 @@ class SessionBudgets:
     """The budgets of a test run, and what its reports say was measured.
 
     With xdist only the process that reports fills the last four fields; its workers do not.
-
-    - `budgets`: what the file held at the start.
-    - `update`: whether to write what is measured instead of comparing it.
-    - `selected`: whether tests of some file were left out, so that one that did not run may still
-      exist.
-    - `collected`: how many tests pytest found, before any was left out.
-    - `seen`: ids of the tests that were reported.
-    - `passed`: for each test that passed, the figures of the budgets that it asked for.
-    - `hints`, `summary`: lines for the end of the run, and those that say what changed in the file.
     """
 
     path: Path

@@ -217,12 +217,10 @@ def _subject(measurement: Measurement) -> str:
 
 
 def _number(value: float) -> str:
-    """A number of bytes or FLOPs in full, and one of seconds to a microsecond's thousandth."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.9f}".rstrip("0").rstrip(".")
 
 
 def _estimated(measurement: Measurement) -> list[str]:
-    """The estimated time in one line; none where nothing is known of the devices."""
     time = measurement.time
     if time is None:
         return []
@@ -247,7 +245,6 @@ def _longest_lines(measurement: Measurement) -> list[str]:
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
-    """The buffers at the peak, largest first, those that read the same in one row."""
     attribution = measurement.attribution
     if attribution is None or not attribution.buffers:
         return ["The compiler gave no list of buffers."]

@@ -52,7 +52,6 @@ def relative_change(before: float, after: float) -> str:
 
 
 def basis_of(time: Time) -> str:
-    """By what a time is known, in words."""
     if time.basis == "cycles":
         return "by the compiler's cycles"
     return (
@@ -75,7 +74,6 @@ def bounded(time: Time, seconds: float | None) -> str:
 
 
 def are_alike(a: Time | None, b: Time | None) -> bool:
-    """Whether two estimates are both lower bounds or both none, so that their ratio is known."""
     return bool(a and b and a.is_lower_bound == b.is_lower_bound)
 
 

@@ -14,8 +14,6 @@ ABOUT_EXPECTED = "what the compiler is expected to hold"
 
 
 class TermRow(NamedTuple):
-    """A term of the floor as texts: its name, its MB, and how they follow from sizes."""
-
     name: str
     size: str
     formula: str
@@ -26,7 +24,6 @@ def term_rows(terms: Sequence[Term]) -> list[TermRow]:
 
 
 def rows_at(moment: Moment) -> list[TermRow]:
-    """What the heap holds at a moment, largest first."""
     return term_rows(sorted(moment.terms, key=lambda term: -term.bytes))
 
 
@@ -61,7 +58,6 @@ def _above(size: int, least: int) -> str:
 
 
 def gaps_of(measurement: Measurement) -> list[Gap]:
-    """The roles between floor and heap, largest excess first, without those that round to 0."""
     if measurement.floor is None or measurement.attribution is None:
         return []
     gaps = between(measurement.floor, measurement.attribution)

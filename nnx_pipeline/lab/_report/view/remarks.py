@@ -44,12 +44,10 @@ def warnings(texts: Iterable[str]) -> list[Remark]:
 
 
 def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
-    """The settings of the compiler, and which of them it does not take."""
     return [*map(Remark, settings_lines(measured)), *warnings(left_out_lines(measured))]
 
 
 def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
-    """A warning where the first program was compiled for the CPU."""
     return warnings([CPU_WARNING] if measured and measured[0].is_of_cpu else [])
 
 
@@ -124,13 +122,12 @@ def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
 
 
 def settings_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line with the settings that all programs have; see `arm_lines` where they differ."""
+    """The settings that all programs have in common; those of each arm are in `arm_lines`."""
     texts = {written(one.xla) for one in measured}
     return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
 
 
 def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line for each setting of a set that a compiler does not take."""
     return list(
         dict.fromkeys(
             f"left out, because the compiler for {one.platform} does not take it: {setting}"
@@ -141,7 +138,6 @@ def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
 
 
 def arm_lines(outcome: Outcome) -> list[str]:
-    """A line with the settings of each arm; none where both arms have the same."""
     measured = [(key, one) for key, (_, one) in zip("ab", outcome.arms, strict=True) if one]
     if all(one.xla == measured[0][1].xla for _, one in measured):
         return []
@@ -152,7 +148,6 @@ def arm_lines(outcome: Outcome) -> list[str]:
 
 
 def headed(title: str, outcomes: Sequence[Outcome]) -> str:
-    """The title of a chart, with the settings of the arms below it."""
     measured = [one for outcome in outcomes for one in (outcome.a, outcome.b) if one]
     arms = dict.fromkeys(line for outcome in outcomes for line in arm_lines(outcome))
     return "\n".join([title, *arms, *settings_lines(measured)])

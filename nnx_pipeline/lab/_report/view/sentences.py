@@ -49,7 +49,6 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _change_of_step(outcome: Outcome) -> str:
-    """What became of the estimated step; the time of either arm may be a lower bound."""
     times = [result.time if result else None for result in (outcome.a, outcome.b)]
     is_bound = [bool(time and time.is_lower_bound) for time in times]
     before, after = _pair(outcome, _step)
