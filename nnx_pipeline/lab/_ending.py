@@ -1,9 +1,9 @@
 """Ends a command on SIGINT or SIGTERM: at once, with a one-line message and no unfinished file.
 
-By default Python raises KeyboardInterrupt only when the main thread returns from C++, after
-minutes of compiling, and shuts down while threads of XLA still run, which ends in a segmentation
-fault. Here a thread of its own hears the signal, removes unfinished files, prints a line and ends
-the process. Nothing happens before a command calls `answer`.
+By default Python raises KeyboardInterrupt only when the main thread returns from C++, after minutes
+of compiling, and shuts down while threads of XLA still run, which ends in a segmentation fault.
+Here a thread of its own hears the signal, removes unfinished files, prints a line and ends the
+process.
 """
 
 import _thread
@@ -66,9 +66,8 @@ def answering(name: str) -> Iterator[None]:
 def answer(name: str) -> "_Answer | None":
     """Ends this process from now on at SIGINT (exit code 130) and SIGTERM (143).
 
-    Returns None, and does nothing, if the signals are handled so already, and outside the main
-    thread, because only the main thread may set handlers. A signal that this process was started
-    to ignore stays ignored.
+    Does nothing if it does so already, and outside the main thread, which alone may set handlers. A
+    signal that this process was started to ignore stays ignored.
     """
     if _answering or threading.current_thread() is not threading.main_thread():
         return None

@@ -29,10 +29,7 @@ _waiting: dict[Path, int] = {}  # pipes that are open until their text is writte
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or a folder that the user named; raises InputError for an address.
-
-    An address such as `gs://` would otherwise be a folder of that name on this disk.
-    """
+    """The path that a user named; raises InputError for an address such as `gs://…`."""
     named = os.fspath(path)
     if _ADDRESS.match(named):
         raise InputError(
@@ -48,7 +45,7 @@ def local(path: str | os.PathLike[str]) -> Path:
 def hold_pipe(path: str | os.PathLike[str]) -> None:
     """Opens a pipe for `write_whole`, so that its reader stays; does nothing for another file.
 
-    Raises OSError, of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
+    Raises OSError of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
     """
     found = local(path)
     if found.is_fifo():
@@ -61,8 +58,8 @@ def hold_pipe(path: str | os.PathLike[str]) -> None:
 def write_whole(path: str, content: bytes) -> None:
     """Writes the whole file or nothing; an old file stays until the new one is complete.
 
-    A link is followed; a device or a pipe is written to directly. The permissions are those of the
-    old file, or the usual ones. Raises OSError, which names `path` and not a temporary file.
+    A link is followed; a device or a pipe is written to directly. Raises OSError, which names
+    `path` and not a temporary file.
     """
     target = local(path)
     try:
@@ -107,12 +104,11 @@ def write_text(path: str, text: str) -> None:
 
 
 def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
-    """The text of a file, in UTF-8 with or without a mark at its beginning.
+    """The text of a regular file of `most` bytes or fewer, in UTF-8 with or without a mark.
 
-    Raises InputError for one of more than `most` bytes and for anything but a regular file, since a
-    pipe would be waited for and a device may have no end. Raises OSError and UnicodeDecodeError.
+    Raises InputError for another one: a pipe would be waited for, and a device may have no end.
     """
-    with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
+    with open(local(path), encoding="utf-8-sig", opener=_without_waiting) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
@@ -124,7 +120,7 @@ def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str
         return file.read()
 
 
-def _at_once(path: str, flags: int) -> int:
+def _without_waiting(path: str, flags: int) -> int:
     """Opens a file; a pipe too, without waiting until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 

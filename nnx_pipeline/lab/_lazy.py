@@ -11,9 +11,9 @@ from typing import Any
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions `__getattr__` and `__dir__` of a package with this dotted name.
 
-    Its names and their modules are what its `__init__` imports under `if TYPE_CHECKING`. Importing
-    such a package alone imports no JAX: pytest imports the package of the plugin before any
-    `conftest.py` can set JAX's flags, and `--help` should answer at once.
+    Its names are what its `__init__` imports under `if TYPE_CHECKING`. So the package alone imports
+    no JAX: pytest imports that of the plugin before any `conftest.py` can set JAX's flags, and
+    `--help` should answer at once.
     """
     module = sys.modules[package]
     text = Path(module.__file__ or "").read_text(encoding="utf-8")

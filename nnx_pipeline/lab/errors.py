@@ -20,11 +20,7 @@ _ACTING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Writes characters on which a terminal acts as escapes, except those in `keep`.
-
-    >>> printable("norm\x1b[31m")
-    'norm\\x1b[31m'
-    """
+    """Writes characters on which a terminal acts as escapes, except those in `keep`."""
     return _ACTING.sub(lambda at: at[0] if at[0] in keep else repr(at[0])[1:-1], text)
 
 
@@ -48,8 +44,7 @@ class InputError(ValueError):
 def described(error: BaseException, most: int = 300) -> str:
     """Type and first line of an exception, and the line of the user's source that it came from.
 
-    That line is the innermost one outside of Python, installed packages and this project, such as
-    `(step.py:12, in loss)`. It is left out if there is none.
+    That is the innermost line outside of Python, installed packages and this project, if any.
     """
     first = (str(error).strip().splitlines() or [""])[0][:most]
     paths, project = sysconfig.get_paths(), Path(__file__).parents[2]
@@ -80,10 +75,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def optional(module: str, extra: str, user: str) -> ModuleType:
-    """Imports a module such as `matplotlib.figure` whose package only an extra of this one brings.
-
-    Raises InputError, which begins with `user` and names the extra, where it cannot be imported.
-    """
+    """Imports a module that an extra brings; raises InputError, which begins with `user`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -103,10 +95,7 @@ def shown(value: object) -> str:
 
 
 def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, for `json.loads(…, object_pairs_hook=once)`.
-
-    Raises ValueError where a name stands in it twice: JSON alone would take the last value.
-    """
+    """The object of JSON with these pairs; raises ValueError for a name that stands there twice."""
     found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
@@ -160,10 +149,7 @@ def of_type(name: str, value: object, kind: type) -> None:
 
 
 def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
-    """Raises InputError unless `divisor`, of 1 or more, divides `value`.
-
-    The error begins with `rule`, and adds the nearest multiples and then `cure`.
-    """
+    """Raises InputError with the nearest multiples unless `divisor` divides `value`."""
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
         fitting = f"{below} or {above}" if below else f"{above}"
@@ -191,8 +177,7 @@ def number(config: object, name: str) -> float:
 def at_least(config: object, minimum: float, *names: str) -> None:
     """Raises InputError unless these fields are finite numbers of `minimum` or more."""
     for name in names:
-        if number(config, name) < minimum:
-            value = getattr(config, name)
+        if (value := number(config, name)) < minimum:
             raise InputError(f"{name}={shown(value)} is out of range; choose {minimum} or more")
 
 

@@ -26,11 +26,7 @@ _EXTRAS = {"cpu": "", "tpu": "tpu", "cuda": "cuda"}  # that bring the compiler o
 def execute(
     command: Sequence[str], *, say: Progress, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Runs a process to its end, and ends it if this process is interrupted.
-
-    Gives each line of its standard error to `say`, and drops its standard output. Returns its exit
-    status and all of its standard error.
-    """
+    """Runs a process to its end; returns its exit status and its standard error."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -65,11 +61,10 @@ def check_version(version: str) -> None:
 
 
 def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
-    """The Python of an environment with this version of JAX and this kind of platform's compiler.
+    """The Python of an environment in `folder` with this version of JAX, built if need be.
 
-    Builds it in `folder` if need be. An environment gets its name when it is complete, so that none
-    is found whose making was interrupted. It holds what this project needs, and not the project,
-    whose source may change.
+    An environment gets its name when it is complete, so that none is found whose making was
+    interrupted. It has no copy of this project, whose source may change.
     """
     needed = [f"jax=={version}", *requirements(kind)]
     digest = hashlib.sha256("\n".join(needed).encode()).hexdigest()[:10]
@@ -105,7 +100,7 @@ def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
 
 
 def _remove_abandoned(home: Path) -> None:
-    """Removes what processes have left that were killed while they made this environment."""
+    """Removes what processes have left that were killed while they made this one."""
     for folder in home.parent.glob(f"{home.name}.building-*"):
         try:
             os.kill(int(folder.name.rpartition("-")[2]), 0)  # asks whether the process is there

@@ -18,15 +18,12 @@ FIRST = "nnx-pipeline measure tiny --mesh stage=4,fsdp=2"
 OLD = {"compile": "measure", "ab": "compare"}  # names that go on working
 
 
-MEASURING = {
-    str(command.name): command
-    for command in (
-        commands.measure_command,
-        commands.compare_command,
-        commands.memory_command,
-        commands.lint_command,
-    )
-}
+MEASURING = (
+    commands.measure_command,
+    commands.compare_command,
+    commands.memory_command,
+    commands.lint_command,
+)
 
 
 class _Commands(click.Group):
@@ -44,8 +41,9 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
-        groups = {"Measure a program": [*MEASURING]}
-        groups["Train a model"] = [name for name in names if name not in MEASURING]
+        measuring = [str(command.name) for command in MEASURING]
+        groups = {"Measure a program": measuring}
+        groups["Train a model"] = [name for name in names if name not in measuring]
         for title, names in groups.items():
             found = {name: self.get_command(ctx, name) for name in names}
             rows = [(name, one.get_short_help_str()) for name, one in found.items() if one]
@@ -59,6 +57,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
+    commands=MEASURING,
     epilog=f"Begin with: {FIRST}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -66,9 +65,6 @@ class _Commands(click.Group):
 def cli() -> None:
     """Pipelined Mixtral-class models in Flax NNX, and what they cost, without an accelerator."""
 
-
-for measuring in MEASURING.values():
-    cli.add_command(measuring)
 
 main = main_of(cli, "nnx-pipeline")
 if __name__ == "__main__":

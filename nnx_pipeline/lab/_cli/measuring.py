@@ -1,11 +1,13 @@
 """What the commands `measure`, `memory`, `compare` and `lint` do."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from nnx_pipeline.lab._cli.outputs import Outputs, Written, say_words
+from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import Inputs, Subject
@@ -17,16 +19,17 @@ from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import lines_table, memory_view, time_table
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
-from nnx_pipeline.lab._report.view.remarks import FIGURES, unread_lines
+from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.lab.lint import Finding, Limits, lint
-from nnx_pipeline.lab.lint._report import findings_json, findings_view
 from nnx_pipeline.lab.mesh import MeshConfig
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.lint import Limits
 
 
 def measured(
@@ -46,12 +49,10 @@ def run_measure(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], written: Written
 ) -> None:
     results = measured(subject, mesh, platforms)
-    advice: dict[str, Mapping[str, str]] = {}
-    if subject.config is not None:
-        advice = {"advice": presets().ADVICE}
-    title, json_path = subject.title(mesh), written.json_path
-    report.show_measurements(title, results, json_path=json_path, **advice)
-    say_words(written.explain, json_path, words.MEMORY, words.TIME)
+    advice = ADVICE if subject.config is None else presets().ADVICE
+    title = subject.title(mesh)
+    report.show_measurements(title, results, json_path=written.json_path, advice=advice)
+    written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
         write_text(written.hlo_path, results[0].hlo)
 
@@ -76,16 +77,16 @@ def run_memory(
             show(time_table(result.time), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
-        {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
+        {
+            **result.to_json(),
+            "buffers": attribution.to_json(),
+            "time_by_line": result.time and [dataclasses.asdict(row) for row in result.time.rows],
+        }
         for result, attribution in zip(results, found, strict=True)
     ]
     emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
     outputs.write_measurement(title, shown, most)
-
-
-def _by_line(result: Measurement) -> list[dict[str, Any]] | None:
-    return None if result.time is None else [dataclasses.asdict(row) for row in result.time.rows]
 
 
 def _with_buffers(result: Measurement) -> Attribution:
@@ -124,27 +125,24 @@ def run_compare(
 
 
 def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
-    find: Callable[[MeshConfig, Limits], list[Finding]]
-    if subject.config is None:
-        find = functools.partial(_in_function, subject)
-    else:
-        find = functools.partial(presets().lint_config, subject.config)
+    from nnx_pipeline.lab.lint import lint
+    from nnx_pipeline.lab.lint._report import findings_json, findings_view
+
     # 1 means findings, so that a function that cannot be traced ends with 2.
     with progress() as say, compiler_errors(InputError):
         say("tracing")
-        findings = find(mesh, limits)
+        if subject.config is None:
+            # Linting only traces, so virtual CPU devices can stand for any others.
+            grid, given = subject.inputs.on(mesh, Platform("cpu"))
+            findings = lint(find_function(subject.name), *given, mesh=grid, limits=limits)
+        else:
+            findings = presets().lint_config(subject.config, mesh, limits)
     show(findings_view(subject.title(mesh), findings), json_path=json_path)
-    told: dict[str, Any] = {"mesh": mesh.sizes()}
+    linted: dict[str, object] = {"mesh": mesh.sizes()}
     if subject.config is None:
-        told["function"] = subject.name
+        linted["function"] = subject.name
     else:
-        told["config"] = presets().to_dict(subject.config)
-    emit_json(json_path, findings_json(told, findings, limits))
+        linted["config"] = presets().to_dict(subject.config)
+    emit_json(json_path, findings_json(linted, findings, limits))
     if findings:
         raise Failed(counted(len(findings), "finding"))
-
-
-def _in_function(subject: Subject, mesh: MeshConfig, limits: Limits) -> list[Finding]:
-    # Linting only traces, so virtual CPU devices can stand for any others.
-    grid, given = subject.inputs.on(mesh, Platform("cpu"))
-    return lint(find_function(subject.name), *given, mesh=grid, limits=limits)

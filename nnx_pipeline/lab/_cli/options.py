@@ -24,10 +24,7 @@ COUNT = click.IntRange(1, MOST)  # of an option that says how many
 def bundled(
     name: str, kind: type[Any], *options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """Adds options to a command, which receives them as one object, called `name`.
-
-    The dataclass `kind` has one field for each option.
-    """
+    """Adds options to a command, which receives them as `name`: a `kind` with a field for each."""
 
     def add(command: Command) -> Command:
         own, inner = getattr(command, "bundled", (command, ()))

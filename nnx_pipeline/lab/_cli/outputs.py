@@ -21,14 +21,33 @@ _OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 
 @dataclass(frozen=True)
-class Outputs:
-    html_path: str | None
-    chart_path: str | None
+class Explained:
+    """Where the JSON of a result goes, and whether the words of its tables are explained."""
+
     json_path: str | None
     explain: bool
 
     def say_words(self, *groups: Mapping[str, str]) -> None:
-        say_words(self.explain, self.json_path, *groups)
+        """Shows what the words of the tables mean, or names the option that does."""
+        from rich.text import Text
+
+        from nnx_pipeline.lab._report.output import show
+        from nnx_pipeline.lab._report.tables import word_list
+        from nnx_pipeline.lab._report.view.words import HINT
+
+        view = word_list(*groups) if self.explain else Text(HINT, style="dim")
+        show(view, json_path=self.json_path)
+
+
+@dataclass(frozen=True)
+class Written(Explained):
+    hlo_path: str | None
+
+
+@dataclass(frozen=True)
+class Outputs(Explained):
+    html_path: str | None
+    chart_path: str | None
 
     def check(self) -> None:
         from nnx_pipeline.lab._report.output import check_outputs
@@ -60,25 +79,6 @@ class Outputs:
             save_figure(program_chart(title, *measured), self.chart_path)
 
 
-@dataclass(frozen=True)
-class Written:
-    hlo_path: str | None
-    json_path: str | None
-    explain: bool
-
-
-def say_words(explain: bool, json_path: str | None, *groups: Mapping[str, str]) -> None:
-    """Shows what the words of the tables mean, or names the option that does."""
-    from rich.text import Text
-
-    from nnx_pipeline.lab._report.output import show
-    from nnx_pipeline.lab._report.tables import word_list
-    from nnx_pipeline.lab._report.view.words import HINT
-
-    view = word_list(*(group.items() for group in groups)) if explain else Text(HINT, style="dim")
-    show(view, json_path=json_path)
-
-
 def _command_line() -> str:
     """The command as typed, without output files: they mean nothing on another machine."""
     context = click.get_current_context()
@@ -92,7 +92,7 @@ def _command_line() -> str:
         flag = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
         if value is True:
             words += flag
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            words += [*flag, str(item)]
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [*flag, str(item)]
     return shlex.join(words)

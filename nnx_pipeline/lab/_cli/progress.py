@@ -26,7 +26,7 @@ from nnx_pipeline.lab.errors import printable
 def progress() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows on standard error what the command is doing, and for how long.
 
-    What user functions print meanwhile goes to standard error too: standard output may be JSON.
+    User functions print there meanwhile too: standard output may be JSON.
     """
     console = Screen(stderr=True)
     began = time.monotonic()
@@ -75,11 +75,7 @@ def _time(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yields a function (text, by=1) that moves a progress bar.
-
-    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
-    one every ten seconds.
-    """
+    """Yields a function (text, by=1) that moves a bar; without a terminal there are lines."""
     console = Screen(stderr=True)
     if not console.is_terminal:
         yield _lines(what, total, text, done)

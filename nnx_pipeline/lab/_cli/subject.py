@@ -85,10 +85,7 @@ def is_function(name: str) -> bool:
 
 
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
-    """The subject that the command line names, as the argument `name` or by `--model`.
-
-    Raises InputError unless there is one subject, and for an option that it would ignore.
-    """
+    """What to measure, by the argument `name` or by `--model`; refuses options it would ignore."""
     if (name is None) == (chosen.model is None):
         found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
         raise InputError(f"give one thing to measure: {WHAT}; {found} given")

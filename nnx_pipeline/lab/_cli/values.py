@@ -25,10 +25,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Target:
-    """The values of `--mesh`, `--platform`, `--gemm` and `--xla`.
-
-    `platform` is "" and `gemm` None where they are not given. An empty `mesh` is one device.
-    """
+    """The values of `--mesh`, `--platform`, `--gemm` and `--xla`."""
 
     mesh: str
     platform: str
@@ -36,7 +33,7 @@ class Target:
     xla: tuple[str, ...] = ()
 
     def settled(self, *, on_mesh: bool = True) -> Self:
-        """With the platform of an installed compiler where none is named, which is said.
+        """With an installed compiler where no platform is named, which is said.
 
         `on_mesh` says whether the program needs a mesh also on one device.
         """
@@ -56,10 +53,7 @@ class Target:
         return MeshConfig.parse(self.mesh)
 
     def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
-        """The platform; an NVIDIA one once for each kind of matrix products that is asked for.
-
-        Settings of one arm, in `own`, win over those of both.
-        """
+        """One platform for each kind of matrix products; settings in `own` win."""
         settings = parse_settings(self.xla, own)
         platform = Platform.parse(self.platform).with_settings(settings)
         if self.gemm is not None and self.gemm not in (*GEMMS, "both"):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nnx_pipeline.lab._page.markup import Markup, element
-from nnx_pipeline.lab._report.view.figures import megabytes, role_colour, role_totals
+from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, megabytes, role_totals
 from nnx_pipeline.lab.attribution._result import Attribution
 
 _MOST_POINTS = 400  # of a line: more than a phone has pixels across
@@ -45,15 +45,21 @@ def _bar(arm: DrawnArm, order: Sequence[str], largest: int) -> Markup:
         width = _WIDTH * sizes.get(role, 0) / largest
         if width:
             words = f"{role}: {megabytes(sizes[role])} MB"
-            piece = {"x": f"{at:.2f}", "width": f"{width:.2f}", "fill": role_colour(role)}
+            piece = {"x": f"{at:.2f}", "width": f"{width:.2f}", "fill": ROLE_COLOURS[role]}
             pieces.append(
                 element("g", element("title", words), element("rect", y=0, height=30, **piece))
             )
         at += width
     said = ", ".join(f"{role} {megabytes(sizes[role])} MB" for role in order if sizes.get(role))
+    letter = [] if arm.is_alone else [element("b", arm.key, class_=f"letter {arm.key}"), " "]
     return element(
         "div",
-        element("p", _letter(arm), _total(arm.attribution.heap_bytes), class_="bar-label"),
+        element(
+            "p",
+            element("span", letter, arm.label, class_="arm"),
+            element("span", f"{megabytes(arm.attribution.heap_bytes)} MB", class_="number"),
+            class_="bar-label",
+        ),
         element(
             "svg",
             pieces,
@@ -64,15 +70,6 @@ def _bar(arm: DrawnArm, order: Sequence[str], largest: int) -> Markup:
         ),
         class_="bar",
     )
-
-
-def _letter(arm: DrawnArm) -> Markup:
-    letter = [] if arm.is_alone else [element("b", arm.key, class_=f"letter {arm.key}"), " "]
-    return element("span", letter, arm.label, class_="arm")
-
-
-def _total(size: int) -> Markup:
-    return element("span", f"{megabytes(size)} MB", class_="number")
 
 
 class Axis(NamedTuple):
@@ -135,11 +132,7 @@ def plot(
     y_words: Sequence[str],
     label: str,
 ) -> Markup:
-    """`shapes` in SVG units of `_WIDTH` by `_HEIGHT`, under HTML `marks`, with grid lines at the
-    ticks.
-
-    `label` is the drawing in words, for screen readers.
-    """
+    """SVG `shapes`, `_WIDTH` by `_HEIGHT`, under HTML `marks`; screen readers get the `label`."""
     grid, names = [], []
     for tick, word in zip(y.ticks, y_words, strict=True):
         share = 1 - y.share(tick)

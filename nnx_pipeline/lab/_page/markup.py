@@ -19,11 +19,10 @@ Content: TypeAlias = "str | Sequence[Content] | None"  # a Markup is a str that 
 
 
 def element(name: str, /, *content: "Content", **attributes: str | float | bool | None) -> Markup:
-    """The HTML element `<name attributes>content</name>`.
+    """The HTML element `<name attributes>content</name>`; texts are escaped, and None is left out.
 
-    Content is elements, lists of them, texts, which are escaped, or None, which is left out. In the
-    name of an attribute an underscore stands for a hyphen and one at the end is dropped (`class_`,
-    `aria_label`). None or False leaves an attribute out, True gives it no value.
+    In the name of an attribute an underscore stands for a hyphen and one at the end is dropped
+    (`class_`, `aria_label`). None or False leaves an attribute out, True gives it no value.
     """
     begin = f"<{name}{''.join(_attribute(*pair) for pair in attributes.items())}>"
     if name in _VOID:

@@ -40,11 +40,7 @@ def table(
     numbers: int,
     narrow: bool = False,
 ) -> Markup:
-    """An HTML table whose first cell of each row is the heading of the row.
-
-    The last columns, `numbers` of them, hold figures. A `narrow` table fits a phone as it is; any
-    other becomes a list of its rows there.
-    """
+    """An HTML table whose last columns are `numbers`; unless `narrow`, a list of rows on a phone."""
     first = len(head) - numbers
 
     def kind(index: int) -> str | None:
@@ -103,7 +99,10 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
 
 def swatch(role: str) -> Markup:
     return element(
-        "span", class_="swatch", style=f"background:{figures.role_colour(role)}", aria_hidden="true"
+        "span",
+        class_="swatch",
+        style=f"background:{figures.ROLE_COLOURS[role]}",
+        aria_hidden="true",
     )
 
 

@@ -36,10 +36,9 @@ class Bar(NamedTuple):
 def outcomes_chart(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = ()
 ) -> "Figure":
-    """Two bars per experiment, arm a above arm b, all on one scale.
+    """Two bars per experiment, and two more where cuBLASLt's matrix products change something.
 
-    `cublas` has the same experiments with cuBLASLt's matrix products, which get two more bars where
-    they change something. Bars show the heap, or the account where every verdict is about that.
+    They show the heap, or the account where every verdict is about that.
     """
     judged = {outcome.question.judged_by for outcome in outcomes}
     drawn: Quantity = "account" if judged == {"account"} else "heap"
@@ -153,7 +152,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
     whole = axes.get_xlim()[1]
     for role in order:
         size = sizes.get(role, 0) / 1e6
-        colour = figures.role_colour(role)
+        colour = figures.ROLE_COLOURS[role]
         axes.barh(place, size, _BAR, at, color=colour, edgecolor="white", linewidth=0.8)
         words = megabytes(sizes.get(role, 0))
         # Only a piece that is wide enough for its figure gets one.
@@ -168,7 +167,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
 def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=figures.role_colour(role), label=role) for role in sums]
+    handles = [Patch(facecolor=figures.ROLE_COLOURS[role], label=role) for role in sums]
     if handles:
         figure.legend(
             handles=handles,

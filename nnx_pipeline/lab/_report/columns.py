@@ -20,11 +20,9 @@ SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read wit
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a `Columns`.
+    """On a narrow screen the column with the largest `left_out` goes first; one with 0 stays.
 
-    On a narrow screen the column with the largest `left_out` goes first, and one with 0 stays. A
-    column with a `shorter` form is shortened before it is left out, and if it stays, before any
-    other column is left out. Prose may take several lines, broken between words.
+    A column is made `shorter` before it is left out, and one that stays before any other is.
     """
 
     name: str
@@ -64,8 +62,8 @@ class Columns:
             if at is None:
                 is_whole = False
                 break
-            if self.columns[at].shorter and at not in shortened:
-                rows = self._shortened(rows, at)
+            if (shorter := self.columns[at].shorter) and at not in shortened:
+                rows = [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
                 shortened.add(at)
             else:
                 shown.remove(at)
@@ -82,11 +80,6 @@ class Columns:
                 return at
         order = [at for at in shown if self.columns[at].left_out]
         return max(order, key=lambda at: self.columns[at].left_out, default=None)
-
-    def _shortened(self, rows: Rows, at: int) -> Rows:
-        shorter = self.columns[at].shorter
-        assert shorter is not None, "asked for of columns that have a shorter form"
-        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
 
     def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
         """These columns; unless `is_whole`, long texts are folded, since nothing else helps."""

@@ -17,10 +17,9 @@ WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 
 
 def check_outputs(**paths: str | None) -> None:
-    """Raises InputError, before any work is done, unless every output can be written.
+    """Raises InputError, before any work is done, unless each output can be written.
 
-    The path of each output comes by the name of its option. `-`, standard output, is for `json`
-    alone, and no two options may name the same file.
+    `-` is for `json` alone, and no two options may name the same file.
     """
     given = {f"--{name}": path for name, path in paths.items() if path is not None}
     for option, path in given.items():
@@ -36,8 +35,7 @@ def check_outputs(**paths: str | None) -> None:
 def check_writable(path: str | None, option: str) -> None:
     """Raises InputError, before any work is done, if `path` cannot be written; None and `-` can.
 
-    An OSError for a name that is too long, for links that lead in a circle, and for a pipe that
-    nobody reads, is raised as it is.
+    The errors of `_NAMES` in `support` are raised as they are.
     """
     if path is None or path == "-":
         return
@@ -75,8 +73,7 @@ def _finite(value: object) -> object:
 class Screen(Console):
     """A console of Rich on which texts stand as they are.
 
-    Rich takes words in square brackets for markup, and shapes and messages contain them. It lets
-    control characters pass, and names from files may contain those.
+    Rich takes words in square brackets for markup, and shapes and messages contain them.
     """
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:

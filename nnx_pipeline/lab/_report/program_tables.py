@@ -46,10 +46,7 @@ _WHAT = (
 
 
 def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
-    """The largest buffers at the peak, the totals by role, and where in the schedule the peak is.
-
-    Each list has `top` rows; the other buffers are summed in one more row.
-    """
+    """The buffers at the peak, the totals by role, and where in the schedule the peak is."""
     heap = attribution.heap_bytes
     heads = [*number_columns("MB"), Column("share", 4, is_number=True), *number_columns("×")]
     table = Columns([*heads, *_WHAT], title="the heap of device memory at its peak")

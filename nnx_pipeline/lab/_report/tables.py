@@ -1,7 +1,7 @@
 """Shows results as tables for the terminal, and writes them as JSON."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -34,11 +34,7 @@ def measurement_view(
     hint: bool = True,
     advice: Mapping[str, str] = remarks.ADVICE,
 ) -> RenderableType:
-    """What one program costs: memory, collectives, matrix products, time, and notes.
-
-    `hint` says whether to name the option that shows both kinds of matrix product, `advice` what to
-    try where the program does not fit, by role.
-    """
+    """What one program costs; `hint` names the option that shows both kinds of products."""
     memory = _account_table(measurement)
     memory.add_section()
     for label, field in figures.OTHER_ROWS.items():
@@ -133,8 +129,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
 class _Rows:
     """Labels and figures of the arms, aligned in the same columns for all experiments.
 
-    `letters` is the length of the longest label. A label too long for the room that there is takes
-    several lines, once the figures that a narrow screen leaves out are gone.
+    A label too long for its room takes several lines, once the figures of LEFT_OUT are gone.
     """
 
     rows: Sequence[tuple[str, Sequence[str]]]
@@ -214,10 +209,7 @@ def show_measurements(
     json_path: str | None,
     advice: Mapping[str, str] = remarks.ADVICE,
 ) -> None:
-    """Prints the tables of `measure`, and writes their JSON.
-
-    `results` has the program once, or with Triton's and with cuBLASLt's matrix products.
-    """
+    """Shows the program once, or with Triton's and with cuBLASLt's matrix products."""
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
     show(view(results[0]), json_path=json_path)
     for other in results[1:]:
@@ -235,10 +227,7 @@ def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 def show_outcomes(
     title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
-    """Prints the tables of `compare`, and writes their JSON.
-
-    `found` has the experiments once, or with Triton's and with cuBLASLt's matrix products.
-    """
+    """Shows the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
     result: dict[str, object] = {"schema": 1, "platform": platform}
     for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
         result[key] = [outcome.to_json() for outcome in outcomes]
@@ -262,11 +251,11 @@ def _products(measurement: Measurement) -> str:
     return f"{figures.teraflops(measurement.flops)} per device and step{part}"
 
 
-def word_list(*groups: Iterable[tuple[str, str]]) -> RenderableType:
+def word_list(*groups: Mapping[str, str]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for group in groups:
-        for word, sentence in group:
+        for word, sentence in group.items():
             table.add_row(word, sentence)
     return Group(table, Text(PAGE, style="dim"))

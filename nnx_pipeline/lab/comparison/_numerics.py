@@ -40,11 +40,8 @@ class Numerics:
 def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
     """Compares the arrays of two arms; leaves `mesh` and `pipeline` of the result empty.
 
-    `tolerance` is relative to an array's largest absolute value. It needs no lower bound: an array
-    that is zero in both arms has the difference 0, and one that is zero in a single arm the
-    difference 1.
-
-    Raises ValueError for an array that only one arm has or that has another shape in the other.
+    An array that is zero in both arms has the relative difference 0, and one that is zero in a
+    single arm 1. Raises ValueError for an array that only one arm has or whose shapes differ.
     """
     if a.keys() != b.keys():
         raise ValueError(f"one arm computes {sorted(a.keys() ^ b.keys())} and the other does not")

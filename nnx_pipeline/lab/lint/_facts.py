@@ -34,10 +34,7 @@ class ArraySize(NamedTuple):
 
 @dataclass(eq=False)
 class LintedProgram:
-    """A traced program, with the indices of the arguments that are parameters.
-
-    An argument without a sharding has None in `shardings`.
-    """
+    """A traced program, with the indices of its parameters and the sharding of each argument."""
 
     traced: ClosedJaxpr
     parameters: frozenset[int]
@@ -54,10 +51,7 @@ class LintedProgram:
         return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
 
     def is_parameter(self, value: Value) -> bool:
-        """Whether a value is a parameter or a part of one, with no arithmetic done on it.
-
-        It may have been cast, moved, reshaped, sliced, or selected among parameters.
-        """
+        """Whether a value is a parameter or part of one, perhaps cast, moved or reshaped."""
         if value not in self._is_parameter:
             self._is_parameter[value] = self._comes_from_parameters(value)
         return self._is_parameter[value]
@@ -119,8 +113,8 @@ class LintedProgram:
     def sharding_of(self, value: Value) -> NamedSharding | None:
         """The sharding that the program gives a value in auto mode; None if it gives none.
 
-        A constraint gives it, or the argument that the value is. A value that is computed
-        elementwise from another one has the sharding of the other one.
+        An argument or a constraint has it, and what is computed elementwise has that of its
+        operand.
         """
         while True:
             step = step_back(value)
@@ -179,10 +173,7 @@ def _split(spec: P, sizes: Any) -> int:
 def _history(
     value: Value, through: Callable[[Derivation], Sequence[Value]]
 ) -> Iterator[Derivation]:
-    """Every step back from a value, through calls and loops and some equations.
-
-    `through` gives the operands of an equation from which to go on back, none to stop there.
-    """
+    """Every step back from a value, also to the operands that `through` gives of an equation."""
     # A carry comes from its own value after an iteration: without `seen` this would not end.
     seen, waiting = {value}, [value]
     while waiting:
@@ -220,10 +211,7 @@ def returned_operand(step: Derivation) -> Value:
 
 
 def _chooses(equation: JaxprEqn) -> bool:
-    """Whether a gather reads one piece, or one for each entry of a batch, as a vmapped slice does.
-
-    A lookup of many rows does not count: its result is no longer a part of the table.
-    """
+    """Whether a gather reads one piece for each entry of a batch, and is no lookup of many rows."""
     numbers = equation.params["dimension_numbers"]
     batches = len(getattr(numbers, "operand_batching_dims", ()))
     # The last axis of the indices is a position in the operand; the others count the pieces.

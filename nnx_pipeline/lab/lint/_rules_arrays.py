@@ -71,10 +71,7 @@ def hidden_upcasts(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
 def _upcasts(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
 ) -> Iterator[tuple[Value, int, bool]]:
-    """The value that a cast or a matrix product widens, its bytes as float32, whether per device.
-
-    `transposed` says whether JAX derived the equation from one of the forward pass.
-    """
+    """The values that an equation widens, their bytes as float32, and whether per device."""
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":

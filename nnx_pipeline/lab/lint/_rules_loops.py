@@ -162,11 +162,7 @@ def _sums(value: Value, axis: int) -> Iterator[Value]:
 
 
 def _is_multiplied_again(total: Value) -> bool:
-    """Whether the backward pass goes on to multiply what was added up.
-
-    It is then the cotangent of an activation, such as that of a key that several heads share, and
-    not yet the gradient of a parameter.
-    """
+    """Whether the backward pass multiplies a sum again: then it is a cotangent."""
     waiting, seen = [total], {total}
     while waiting:
         value = waiting.pop()

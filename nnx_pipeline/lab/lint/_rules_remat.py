@@ -87,10 +87,7 @@ def _saves_nothing_on_purpose(policy: object) -> bool:
 
 
 def saved_names(policy: object) -> set[str] | None:
-    """The names that a policy was made with; None if it does not go by names.
-
-    JAX keeps them in the closure of a function or in the fields of an object, by its version.
-    """
+    """The names that a policy was made with, in its closure or fields; None if it has no names."""
     values = dict(getattr(policy, "__dict__", {}))
     if inspect.isfunction(policy):
         values |= inspect.getclosurevars(policy).nonlocals
@@ -128,10 +125,7 @@ def _again(
 def _saved(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn
 ) -> tuple[list[ArraySize], bool]:
-    """Sizes of the values that the policy saved, and whether the origin of every operand is known.
-
-    An array that a loop stacks counts with the entries of all iterations.
-    """
+    """The sizes of what the policy saved, and whether the origin of every operand is known."""
     saved, complete = [], True
     names = saved_names(equation.params["policy"]) or set()
     for operand in equation.invars:

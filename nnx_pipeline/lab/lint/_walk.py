@@ -65,10 +65,7 @@ class Derivation(NamedTuple):
 
 @dataclass(eq=False)
 class JaxprScope:
-    """A jaxpr at one place where it is called, by an equation of its parent.
-
-    The program itself has neither. An input that is missing in `inlets` is unknown.
-    """
+    """A jaxpr where an equation of its parent calls it; the program itself has no parent."""
 
     jaxpr: Jaxpr
     parent: "JaxprScope | None" = None
@@ -170,10 +167,7 @@ def program_scope(program: ClosedJaxpr) -> JaxprScope:
 
 @dataclass(frozen=True)
 class JaxprLoop:
-    """A `scan` or `while` equation, with its inputs and results told apart.
-
-    The inputs of the body are `consts` constants, then `carry` carries, then slices.
-    """
+    """A `scan` or `while`; the inputs of its body are constants, then carries, then slices."""
 
     scope: JaxprScope
     equation: JaxprEqn
@@ -209,8 +203,8 @@ class JaxprLoop:
 def as_loop(scope: JaxprScope, equation: JaxprEqn) -> JaxprLoop | None:
     """The equation as a loop; None if it is not a loop.
 
-    For a `scan` the shapes tell its inputs and results apart, in every version of JAX: an array
-    that is stacked or sliced has one axis more outside the body than in it.
+    By their shapes, in every version of JAX: an array that a `scan` stacks or slices has one axis
+    more outside the body than in it.
     """
     name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
     if name == "scan" and bodies:

@@ -90,10 +90,7 @@ def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the figures to a failed report, and what the test measured to every report.
-
-    With xdist, reports travel from the workers to the process that collects them.
-    """
+    """Adds figures to a failed report, and to every report what the test measured."""
     report = yield
     results = item.stash.get(RESULTS, Results())
     # The message of MemoryExceeded has the figures already. The class is compared by name, because
@@ -138,10 +135,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 class Collector:
-    """Collects what the reports say was measured, and writes the budget file at the end.
-
-    Only the process that writes the file has one; workers of xdist do not.
-    """
+    """Writes the budget file at the end, by what reports say; workers of xdist have none."""
 
     def __init__(self, session: SessionBudgets) -> None:
         self.session = session

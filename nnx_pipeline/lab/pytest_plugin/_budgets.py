@@ -1,9 +1,8 @@
 """Budgets of tests: the file that holds them, and which figures exceed them.
 
 `memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
-version: bytes per device, and the estimated seconds of a step. `pytest --update-memory-budgets`
-writes the whole file, sorted, and does not keep what people added by hand, such as comments. A
-figure that an entry lacks is not checked.
+version. `pytest --update-memory-budgets` writes the whole file, sorted, and does not keep comments.
+A figure that an entry lacks is not checked.
 
 Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
 """
@@ -93,8 +92,7 @@ def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], s
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
     """The versions that decide how much memory a program needs: `jaxlib 0.10.2, libtpu 0.0.42.1`.
 
-    For `cpu` the machine type comes after them. Raises InputError for the platform `local`, whose
-    devices differ between machines.
+    Raises InputError for the platform `local`, whose devices differ between machines.
     """
     packages = _PACKAGES.get(platform.partition(":")[0])
     if packages is None:
@@ -134,10 +132,7 @@ def below(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 
 
 def read_budgets(path: Path) -> Budgets:
-    """Reads the budgets of a file; there are none if the file does not exist.
-
-    Raises InputError for a file that cannot be read or holds anything but valid budgets.
-    """
+    """The budgets of a file, none if there is no file; raises InputError unless all are valid."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -218,8 +213,8 @@ def updated(
 ) -> Budgets:
     """The budgets after a test run that updates them; those of other compiler versions are kept.
 
-    `passed` has the figures of the budgets that each passed test asked for; its old entries with a
-    name and platform that it did not ask for are removed. So are entries of a test that is `gone`.
+    Of a test in `passed` the entries that it did not ask for are removed, and all of a test that is
+    `gone`.
     """
     requested = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
     merged = {
@@ -246,16 +241,13 @@ class Results:
 
 @dataclass
 class SessionBudgets:
-    """The budgets of a test run, and what its reports say was measured.
-
-    With xdist only the process that reports fills the last four fields; its workers do not.
-    """
+    """The budgets of a test run; workers of xdist leave the last four fields empty."""
 
     path: Path
     budgets: Budgets
     update: bool
     tolerance: float
-    selected: bool = False
+    selected: bool = False  # tests were left out: one that did not run may still exist
     collected: int = 0
     seen: set[str] = field(default_factory=set)
     passed: dict[str, dict[Key, Figures]] = field(default_factory=dict)

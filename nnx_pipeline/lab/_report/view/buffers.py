@@ -21,10 +21,7 @@ _NO_WORK = re.compile(
 
 @dataclass(frozen=True)
 class BufferRow:
-    """Buffers that read the same, or what corresponds to each other in two programs.
-
-    For two programs `bytes`, per device, are those that b has more than a.
-    """
+    """Buffers that read the same; or a change, whose `bytes` are b's less those of a."""
 
     bytes: int
     count: int
@@ -76,10 +73,7 @@ def difference_row(change: BufferDifference) -> BufferRow:
 
 
 def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
-    """Constants, and temporaries in the memory of outputs, by the title of their table.
-
-    Buffers of less than `SMALLEST` bytes are left out; the JSON has them.
-    """
+    """Constants, and temporaries in the memory of outputs, by the title of their table."""
     tables = {
         "Constants, outside the heap": attribution.constants,
         "Temporaries in the memory of outputs, outside the heap": attribution.in_outputs,
@@ -92,10 +86,7 @@ def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
 
 
 def short_operation(operation: str) -> str:
-    """A short name of JAX's op_name, a path of operations: `backward, recomputed: exp`.
-
-    Anything else, such as the name of an argument, is returned as it is.
-    """
+    """A path of operations (op_name) as `backward, recomputed: exp`; other names stay."""
     if not operation.startswith("jit("):
         return operation
     # The path is split at the slashes outside brackets.
@@ -112,10 +103,7 @@ def short_operation(operation: str) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """The last three parts of a path from the current directory or the root, and the line.
-
-    None for the source gives a dash.
-    """
+    """The last three parts of a path from the current directory or the root, and the line."""
     if source is None:
         return DASH
     path, _, line = source.rpartition(":")

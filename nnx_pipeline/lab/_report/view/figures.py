@@ -1,5 +1,6 @@
 """How figures read in a report: numbers with their units, and what figures are called."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nnx_pipeline.lab._timing.result import Time
@@ -97,10 +98,7 @@ def compiler(measurement: Measurement) -> str:
 
 
 def account_rows(measurement: Measurement) -> dict[str, int | None]:
-    """The bytes of each part of the account by its label, with their sum last.
-
-    A label that starts with spaces is for bytes that are part of the row above it.
-    """
+    """The parts of the account, then their sum; an indented part is within the one above."""
     account = measurement.account
     rows: dict[str, int | None] = {}
     for label, size in account.rows().items():
@@ -135,11 +133,10 @@ def differ_by_gemm(triton: Outcome, cublas: Outcome) -> bool:
 
 def role_totals(programs: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Bytes of each role over all programs, largest first; roles without bytes are left out."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for sizes in programs:
-        for role, size in sizes.items():
-            totals[role] = totals.get(role, 0) + size
-    return {role: size for role, size in sorted(totals.items(), key=lambda item: -item[1]) if size}
+        totals.update(sizes)
+    return {role: size for role, size in totals.most_common() if size}
 
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart, and related ones; roles
@@ -168,7 +165,3 @@ ROLE_COLOURS = {
     "fragmentation": "#929aa5",
     "other memory space": "#a8a0c8",
 }
-
-
-def role_colour(role: str) -> str:
-    return ROLE_COLOURS[role]

@@ -66,26 +66,18 @@ def blind_spots(measured: Sequence[Measurement]) -> list[Remark]:
     """What a figure counts unexpectedly, and where two reports of the compiler disagree."""
     peaks = [one for one in measured if one.memory.peak_bytes is not None]
     on_chip = [one.account.on_chip_bytes for one in peaks if one.account.on_chip_bytes]
-    of_the_peak = (
-        [
-            Remark(
-                "peak includes the on-chip memory of a TPU, here up to "
-                f"{megabytes(max(on_chip))} MB; program code includes the constants"
-            )
-        ]
-        if on_chip
-        else []
-    )
-    return of_the_peak + warnings(dict.fromkeys(n for one in measured for n in one.account.notes))
+    notes = warnings(dict.fromkeys(note for one in measured for note in one.account.notes))
+    if not on_chip:
+        return notes
+    most = megabytes(max(on_chip))
+    text = f"peak includes the on-chip memory of a TPU, here up to {most} MB; "
+    return [Remark(f"{text}program code includes the constants"), *notes]
 
 
 def closing_remarks(
     measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
 ) -> list[Remark]:
-    """The remarks below a table: compiler, blind spots, what does not fit, what is from a cache.
-
-    Comparisons of numbers, in `compared`, may be from a cache too.
-    """
+    """The remarks below a table: compiler, blind spots, what does not fit, what is cached."""
     remarks = [Remark(f"compiler: {compiler(measured[0])}")] if measured else []
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
     remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
@@ -172,9 +164,8 @@ def _line(items: list[Unread]) -> str:
 
 
 def _called(item: Unread) -> str:
-    times = "an unknown number of times"
-    if item.executed is not None:
-        times = counted(item.executed, "time")
+    known = item.executed is not None
+    times = counted(item.executed, "time") if known else "an unknown number of times"
     return f"{item.name} ({times} per step)"
 
 
@@ -199,11 +190,7 @@ ADVICE = {
 
 
 def fit_remarks(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> list[Remark]:
-    """What must fit and what a device has, as the last words about a program.
-
-    `advice` is for one that does not fit: what makes the buffers of each role smaller, and under
-    `arguments` what makes these and the outputs smaller.
-    """
+    """Whether a program fits and, if not, the `advice` for the roles of its largest buffers."""
     if not measurement.exceeds_device_memory:
         return [Remark(_sum(measurement), "strong")]
     rows = buffer_rows(measurement.attribution.buffers) if measurement.attribution else []
