@@ -353,7 +353,7 @@ MUTATIONS = (
         "test_compiler_settings",
     ),
     Mutation(
-        "nnx_pipeline/lab/_cli/environments.py",
+        "nnx_pipeline/lab/_cli/across.py",
         "building.rename(home)",
         "pass",
         "test_across",

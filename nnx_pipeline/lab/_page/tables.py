@@ -40,7 +40,7 @@ def table(
     numbers: int,
     narrow: bool = False,
 ) -> Markup:
-    """An HTML table whose last columns are `numbers`; unless `narrow`, a list of rows on a phone."""
+    """An HTML table with figures in its last columns; unless `narrow`, a list on a phone."""
     first = len(head) - numbers
 
     def kind(index: int) -> str | None:
@@ -98,12 +98,8 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
 
 
 def swatch(role: str) -> Markup:
-    return element(
-        "span",
-        class_="swatch",
-        style=f"background:{figures.ROLE_COLOURS[role]}",
-        aria_hidden="true",
-    )
+    colour = f"background:{figures.ROLE_COLOURS[role]}"
+    return element("span", class_="swatch", style=colour, aria_hidden="true")
 
 
 def _what(row: BufferRow) -> Content:
