@@ -146,21 +146,21 @@ def of(size: int | None, **buffers: str) -> Measurement:
 
 def test_the_last_line_adds_up_what_must_fit() -> None:
     held = measurement(attribution()).needed_bytes
-    (line,) = fit.fit_remarks(of(10 * held))
+    (line,) = remarks.fit_remarks(of(10 * held))
     parts, _, total = line.text.partition(" = ")
     numbers = [float(one) for one in re.findall(r"[\d.]+", parts)]
     found, size = re.findall(r"([\d,.]+) of ([\d,.]+) GB: fits$", total)[0]
     assert sum(numbers) == pytest.approx(float(found), abs=0.02)
     assert float(found) == pytest.approx(held / 1e9, abs=0.005)
     assert float(size) == pytest.approx(held / 1e8, abs=0.005)
-    assert fit.fit_remarks(of(None))[0].text.endswith("whose memory is not known here")
+    assert remarks.fit_remarks(of(None))[0].text.endswith("whose memory is not known here")
 
 
 @pytest.mark.parametrize("role", sorted({*remarks.ADVICE} & {*ROLES}))
 def test_what_does_not_fit_is_named_with_what_to_try(role: str) -> None:
     """For a config its options, and for any other function the means of JAX."""
     for advice in (ADVICE, remarks.ADVICE):
-        line, *more = (one.text for one in fit.fit_remarks(of(1000, role=role), advice))
+        line, *more = (one.text for one in remarks.fit_remarks(of(1000, role=role), advice))
         assert line.endswith("does not fit ✗")
         assert more[0].startswith("  ")
         assert f" MB: {role}, " in more[0]
