@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_pipeline.lab._tracing.jaxpr import Location
 from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope, Value, program_scope, step_back
 
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
@@ -30,6 +31,15 @@ _REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 class ArraySize(NamedTuple):
     bytes: int
     per_device: bool
+
+
+class Waste(NamedTuple):
+    """What a rule has found: where, how large it is, what it is and what to do about it."""
+
+    location: Location
+    size: ArraySize
+    what: str
+    cure: str
 
 
 @dataclass(eq=False)
@@ -72,11 +82,10 @@ class LintedProgram:
         cotangent of y. A product with a parameter is an activation, or the cotangent of one.
         """
         for step in _history(value, _of_gradient):
-            name = step.equation.primitive.name if step.way == "made" else ""
-            if name in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
+            if step.primitive in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
                 return True
             # The gradient of a table: cotangents of rows are added where the rows were read.
-            if name == "scatter-add" and not self.is_parameter(step.values[2]):
+            if step.primitive == "scatter-add" and not self.is_parameter(step.values[2]):
                 return True
         return False
 
@@ -119,21 +128,20 @@ class LintedProgram:
         while True:
             step = step_back(value)
             if step.way == "argument":
-                found = self.shardings[step.number]
-                return found if isinstance(found, NamedSharding) else None
-            if step.way == "made":
-                name = step.equation.primitive.name
-                if name == "sharding_constraint":
-                    found = step.equation.params["sharding"]
-                    return found if isinstance(found, NamedSharding) else None
-                if name not in SAME | SUMS | FACTORS:
-                    return None
-            elif step.way != "same" or len(step.values) != 1:
+                return _named(self.shardings[step.number])
+            if step.primitive == "sharding_constraint":
+                return _named(step.equation.params["sharding"])
+            is_same = step.way == "same" and len(step.values) == 1
+            if not is_same and step.primitive not in SAME | SUMS | FACTORS:
                 return None
-            before = returned_operand(step) if step.way == "made" else step.values[0]
+            before = returned_operand(step)
             if before.aval.shape != value.aval.shape:
                 return None  # such as inside a shard_map, which has the part of one device
             value = before
+
+
+def _named(sharding: object) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -144,12 +152,10 @@ def made_from(value: Value, through: set[str]) -> Value:
     """The value that this one is made from by calls and by primitives of SAME or FORM alone."""
     while True:
         step = step_back(value)
-        if step.way == "same" and len(step.values) == 1:
-            value = step.values[0]
-        elif step.way == "made" and step.equation.primitive.name in through:
-            value = returned_operand(step)
-        else:
+        is_same = step.way == "same" and len(step.values) == 1
+        if not is_same and step.primitive not in through:
             return value
+        value = returned_operand(step)
 
 
 def array_text(value: Value) -> str:
@@ -186,9 +192,7 @@ def _history(
 
 def _of_parameter(step: Derivation) -> Sequence[Value]:
     """The operands that must be parameters for a result to be one; none if it cannot be."""
-    if step.way != "made":
-        return ()
-    name = step.equation.primitive.name
+    name = step.primitive
     if name in SAME | FORM | PART or (name == "gather" and _chooses(step.equation)):
         return (returned_operand(step),)
     # The first operand of a select chooses between the others.
@@ -197,17 +201,14 @@ def _of_parameter(step: Derivation) -> Sequence[Value]:
 
 def _of_gradient(step: Derivation) -> Sequence[Value]:
     """The operands that a result is a sum of, up to factors and reductions; none if it is not."""
-    if step.way != "made":
-        return ()
-    name = step.equation.primitive.name
-    if name in SAME | FORM | PART | _REDUCES:
+    if step.primitive in SAME | FORM | PART | _REDUCES:
         return (returned_operand(step),)
-    return step.values if name in SUMS | FACTORS else ()
+    return step.values if step.primitive in SUMS | FACTORS else ()
 
 
 def returned_operand(step: Derivation) -> Value:
-    """The operand that an equation of `SAME`, `FORM` or `PART` returns."""
-    return step.values[step.number if step.equation.primitive.name == "optimization_barrier" else 0]
+    """The operand that a call, or an equation of `SAME`, `FORM` or `PART`, returns."""
+    return step.values[step.number if step.primitive == "optimization_barrier" else 0]
 
 
 def _chooses(equation: JaxprEqn) -> bool:

@@ -9,11 +9,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import remat_p
 
 from nnx_pipeline.lab._tracing.jaxpr import is_recomputed
-from nnx_pipeline.lab.lint._facts import FORM, SAME, ArraySize, LintedProgram, returned_operand
+from nnx_pipeline.lab.lint._facts import (
+    FORM,
+    SAME,
+    ArraySize,
+    LintedProgram,
+    Waste,
+    returned_operand,
+)
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, step_back
-from nnx_pipeline.lab.lint.finding import Finding, Limits
-
-REMAT = "remat-policy"
 
 # Computing these again costs no matrix product and saves no array from being stored.
 _FREE = (
@@ -26,7 +30,7 @@ _CHOICES = {"dynamic_slice", "gather", "dynamic_index", "select_n", "dynamic_upd
 _NEGLIGIBLE = 0.02  # of the bytes saved: a smaller recomputation counts as none
 
 
-def remat_policies(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def remat_policies(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds policies of `jax.checkpoint` under which nothing is saved, or nothing is recomputed.
 
     Both happen silently:
@@ -45,32 +49,25 @@ def remat_policies(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
         if _saves_nothing_on_purpose(policy):
             continue
         saved, is_complete = _saved(program, scope, equation)
-        again, again_per_device = _recomputed(program, scope, equation)
-        stored = sum(size for size, _ in saved)
-        per_device = all(known for _, known in saved)
+        again = _recomputed(program, scope, equation)
+        stored = sum(size.bytes for size in saved)
         chosen = saved_names(policy) or set()
         # If the program has a name that the policy saves, nothing is wrong with the policy: the
         # backward pass does not need the value.
-        if not saved and is_complete and not chosen & there and again >= limits.large:
-            yield Finding(
-                rule=REMAT,
-                severity="warning",
-                location=scope.locate(equation),
-                bytes=again,
-                per_device=again_per_device,
-                what="the policy of this jax.checkpoint saves nothing; everything is recomputed",
-                cure=_why(scope, equation),
+        if not saved and is_complete and not chosen & there and again.bytes >= limit:
+            yield Waste(
+                scope.locate(equation),
+                again,
+                "the policy of this jax.checkpoint saves nothing; everything is recomputed",
+                _why(scope, equation),
             )
-        elif stored >= limits.large and again <= _NEGLIGIBLE * stored:
-            yield Finding(
-                rule=REMAT,
-                severity="warning",
-                location=scope.locate(equation),
-                bytes=stored,
-                per_device=per_device,
-                what="the policy of this jax.checkpoint saves everything; nothing expensive is "
+        elif stored >= limit and again.bytes <= _NEGLIGIBLE * stored:
+            yield Waste(
+                scope.locate(equation),
+                ArraySize(stored, all(size.per_device for size in saved)),
+                "the policy of this jax.checkpoint saves everything; nothing expensive is "
                 "recomputed",
-                cure="name what to save (save_only_these_names) rather than what not to save: a "
+                "name what to save (save_only_these_names) rather than what not to save: a "
                 "name marks the copy that checkpoint_name returns, not the value that it was given",
             )
 

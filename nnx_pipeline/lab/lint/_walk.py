@@ -1,6 +1,7 @@
 """A jaxpr as a graph that tells where each value comes from, through calls and loops."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -62,6 +63,11 @@ class Derivation(NamedTuple):
     equation: Any = None
     number: int = 0
 
+    @property
+    def primitive(self) -> str:
+        """The name of the primitive that made the value; "" unless the way is `made`."""
+        return self.equation.primitive.name if self.way == "made" else ""
+
 
 @dataclass(eq=False)
 class JaxprScope:
@@ -95,9 +101,8 @@ class JaxprScope:
 
     def scopes(self) -> Iterator["JaxprScope"]:
         yield self
-        for scopes in self.inner.values():
-            for scope in scopes:
-                yield from scope.scopes()
+        for scope in itertools.chain.from_iterable(self.inner.values()):
+            yield from scope.scopes()
 
     def equations(self) -> Iterator[tuple["JaxprScope", JaxprEqn]]:
         for scope in self.scopes():
