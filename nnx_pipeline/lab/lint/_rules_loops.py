@@ -32,12 +32,8 @@ def parameters_in_loops(program: LintedProgram, limit: float) -> Iterator[Waste]
         if loop is None:
             continue
         for before, begin, end in loop.carried:
-            size = program.device_bytes(before)
-            if (
-                size.bytes >= limit
-                and made_from(end, SAME) == begin
-                and program.is_parameter(before)
-            ):
+            size, is_same = program.device_bytes(before), made_from(end, SAME) == begin
+            if size.bytes >= limit and is_same and program.is_parameter(before):
                 yield Waste(
                     scope.locate(equation),
                     size,

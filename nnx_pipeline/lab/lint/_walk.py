@@ -16,7 +16,7 @@ _CALLS = {
     *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
     *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
 }
-_LOOPS = ("scan", "while")
+_LOOPS = {"scan", "while"}
 
 Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant", "unknown"]
 
@@ -81,7 +81,8 @@ class JaxprScope:
     @functools.cached_property
     def inner(self) -> dict[int, list["JaxprScope"]]:
         """The scopes that each equation calls, by the `id` of the equation."""
-        return {id(e): _called(self, e) for e in self.jaxpr.eqns if _calls(e)}
+        callers = [e for e in self.jaxpr.eqns if e.primitive.name in _CALLS | _LOOPS]
+        return {id(equation): _called(self, equation) for equation in callers}
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[JaxprEqn]]:
@@ -133,8 +134,15 @@ def step_back(value: Value) -> Derivation:
         return Derivation("constant" if variable in scope.jaxpr.constvars else "unknown")
     equation, index = scope.made[variable]
     # The result of a call or loop is followed into the jaxpr that computes it.
-    for linked in _results(scope, equation, index):
-        return linked
+    if loop := as_loop(scope, equation):
+        inside = loop.body.value(loop.body.jaxpr.outvars[index])
+        if index >= loop.carry:
+            return Derivation("stack", (inside,))
+        # Without a single iteration the result is the initial carry.
+        return Derivation("same", (loop.carried[index][0], inside))
+    called = scope.inner.get(id(equation), [])
+    if called and all(len(one.jaxpr.outvars) == len(equation.outvars) for one in called):
+        return Derivation("same", tuple(one.value(one.jaxpr.outvars[index]) for one in called))
     operands = tuple(scope.value(operand) for operand in equation.invars)
     return Derivation("made", operands, equation, index)
 
@@ -184,17 +192,14 @@ class JaxprLoop:
     def carried(self) -> list[tuple[Value, Value, Value]]:
         """Each carried value: before the loop, at the start of an iteration, and at its end."""
         # Counted from the back: a `while` has the constants of its condition in front, too.
-        before = self.equation.invars[len(self.equation.invars) - self.slices - self.carry :]
+        slices = len(self.body.jaxpr.invars) - self.consts - self.carry
+        before = self.equation.invars[len(self.equation.invars) - slices - self.carry :]
         begin = self.body.jaxpr.invars[self.consts : self.consts + self.carry]
         end = self.body.jaxpr.outvars[: self.carry]
         return [
             (self.scope.value(a), self.body.value(b), self.body.value(c))
             for a, b, c in zip(before[: self.carry], begin, end, strict=True)
         ]
-
-    @property
-    def slices(self) -> int:
-        return len(self.body.jaxpr.invars) - self.consts - self.carry
 
     @property
     def stacked(self) -> list[tuple[Value, Value]]:
@@ -232,46 +237,37 @@ def _same_rank(outside: list[Any], inside: list[Any]) -> int:
     )
 
 
-def _calls(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in _CALLS or equation.primitive.name in _LOOPS
-
-
 def _called(scope: JaxprScope, equation: JaxprEqn) -> list[JaxprScope]:
     """The scopes that an equation calls, with their inputs linked to its operands."""
-    jaxprs = list(inner_jaxprs(equation))
     name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
     if name == "while":
         jaxprs = [open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
-    if name == "cond":
-        operands = operands[1:]  # the first one chooses the branch
-    scopes = [JaxprScope(jaxpr, scope, equation) for jaxpr in jaxprs]
-    if name == "while":
-        condition, body = scopes
+        condition, body = (JaxprScope(jaxpr, scope, equation) for jaxpr in jaxprs)
         # The operands are the constants of the condition, those of the body, and the carry.
         carry = len(equation.outvars)
         fixed = condition.jaxpr.invars[: len(condition.jaxpr.invars) - carry]
-        read = zip(fixed, operands, strict=False)
-        condition.inlets.update(
-            {variable: Derivation("same", (value,)) for variable, value in read}
-        )
-        inputs = len(body.jaxpr.invars)
-        body.inlets.update(_loop_inlets(body, operands[-inputs:], inputs - carry, carry))
-        return scopes
+        condition.inlets |= _passed_in(fixed, operands)
+        count = len(body.jaxpr.invars)
+        body.inlets |= _loop_inlets(body, operands[-count:], count - carry, carry)
+        return [condition, body]
+    if name == "cond":
+        operands = operands[1:]  # the first one chooses the branch
+    scopes = [JaxprScope(jaxpr, scope, equation) for jaxpr in inner_jaxprs(equation)]
     for one in scopes:
-        one.inlets.update(_inlets(one, equation, operands))
+        inputs = one.jaxpr.invars
+        if name == "scan":
+            carry = _same_rank(equation.outvars, one.jaxpr.outvars)
+            consts = _same_rank(equation.invars, inputs) - carry
+            one.inlets |= _loop_inlets(one, operands, consts, carry)
+        # A call whose inputs are not its operands one by one leaves them unknown.
+        elif len(inputs) == len(operands):
+            one.inlets |= _passed_in(inputs, operands)
     return scopes
 
 
-def _inlets(one: JaxprScope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, Derivation]:
-    name, inputs, results = equation.primitive.name, one.jaxpr.invars, one.jaxpr.outvars
-    if name == "scan":
-        carry = _same_rank(equation.outvars, results)
-        consts = _same_rank(equation.invars, inputs) - carry
-        return _loop_inlets(one, operands, consts, carry)
-    # A call whose inputs are not its operands one by one leaves them unknown.
-    if len(inputs) == len(operands):
-        return {v: Derivation("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
-    return {}
+def _passed_in(inputs: list[Var], operands: list[Value]) -> dict[Var, Derivation]:
+    pairs = zip(inputs, operands, strict=False)
+    return {variable: Derivation("same", (operand,)) for variable, operand in pairs}
 
 
 def _loop_inlets(
@@ -288,18 +284,3 @@ def _loop_inlets(
         else:
             found[variable] = Derivation("slice", (operand,))
     return found
-
-
-def _results(scope: JaxprScope, equation: JaxprEqn, index: int) -> Iterator[Derivation]:
-    """The step from a result of a call or loop into the jaxpr that computes it, if any."""
-    scopes = scope.inner.get(id(equation), [])
-    loop = as_loop(scope, equation)
-    if loop is not None:
-        inside = loop.body.value(loop.body.jaxpr.outvars[index])
-        if index < loop.carry:
-            # Without a single iteration the result is the initial carry.
-            yield Derivation("same", (loop.carried[index][0], inside))
-        else:
-            yield Derivation("stack", (inside,))
-    elif scopes and all(len(s.jaxpr.outvars) == len(equation.outvars) for s in scopes):
-        yield Derivation("same", tuple(s.value(s.jaxpr.outvars[index]) for s in scopes))
