@@ -1,7 +1,6 @@
 """The page as a whole: what was compared, the verdicts, and a card for each experiment."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 
@@ -9,7 +8,6 @@ from nnx_pipeline.lab._page import tables
 from nnx_pipeline.lab._page.charts import DrawnArm, role_bars, timeline
 from nnx_pipeline.lab._page.markup import Markup, element, fragment
 from nnx_pipeline.lab._page.style import STYLE
-from nnx_pipeline.lab._page.tables import floors
 from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, QUANTITIES, megabytes
@@ -36,9 +34,9 @@ def outcomes_page(
     compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
     sentences = [element("p", line.text) for line in closing_sentences(outcomes)]
     shown = element("section", sentences, class_="card") if sentences else None
-    words = (MEMORY, TIME, VERDICTS, BUFFERS)
-    page = _Page(title, closing_remarks(measured, compared), command, words)
-    return page.around(fragment(shown, summary, cards))
+    words = MEMORY | TIME | VERDICTS | BUFFERS
+    body = fragment(shown, summary, cards)
+    return _page(title, closing_remarks(measured, compared), command, words, body)
 
 
 def measurement_page(
@@ -55,55 +53,44 @@ def measurement_page(
         "section",
         _headline(arms),
         tables.account_table(arms),
-        floors(arms),
+        tables.floors(arms),
         _memory(arms, top),
         _rest(arms),
         class_="card",
     )
-    return _Page(title, closing_remarks(measured), command, (MEMORY, TIME, BUFFERS)).around(body)
+    return _page(title, closing_remarks(measured), command, MEMORY | TIME | BUFFERS, body)
 
 
-@dataclass(frozen=True)
-class _Page:
-    title: str
-    notes: Sequence[Remark]
-    command: str
-    words: Sequence[Mapping[str, str]]
-
-    def around(self, body: Markup) -> str:
-        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        header = element(
-            "header",
-            element("h1", self.title),
-            element("p", element("code", self.command), class_="quiet") if self.command else None,
-            [
-                element("p", note.text, class_="quiet" if note.tone == "plain" else "warning")
-                for note in self.notes
-            ],
-        )
-        explained = [
-            (element("dt", word), element("dd", sentence))
-            for group in self.words
-            for word, sentence in group.items()
-        ]
-        footer = element(
-            "footer",
-            element("details", element("summary", "What the words mean"), element("dl", explained)),
-            element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
-        )
-        head = element(
-            "head",
-            element("meta", charset="utf-8"),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", name="color-scheme", content="light dark"),
-            element("link", rel="icon", href="data:,"),
-            element("title", self.title),
-            element("style", Markup(STYLE)),
-        )
-        page = element(
-            "html", head, element("body", header, element("main", body), footer), lang="en"
-        )
-        return f"<!DOCTYPE html>\n{page}\n"
+def _page(
+    title: str, notes: Sequence[Remark], command: str, words: Mapping[str, str], body: Markup
+) -> str:
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    header = element(
+        "header",
+        element("h1", title),
+        element("p", element("code", command), class_="quiet") if command else None,
+        [
+            element("p", note.text, class_="quiet" if note.tone == "plain" else "warning")
+            for note in notes
+        ],
+    )
+    explained = [(element("dt", word), element("dd", said)) for word, said in words.items()]
+    footer = element(
+        "footer",
+        element("details", element("summary", "What the words mean"), element("dl", explained)),
+        element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        element("style", Markup(STYLE)),
+    )
+    page = element("html", head, element("body", header, element("main", body), footer), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
 
 
 def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
@@ -185,7 +172,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         if outcome.numerics
         else None,
         tables.account_table(arms) if outcome.a or outcome.b else None,
-        floors(arms),
+        tables.floors(arms),
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
         class_="card",

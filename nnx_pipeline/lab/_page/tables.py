@@ -6,17 +6,9 @@ from typing import Any, NamedTuple
 
 from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
 from nnx_pipeline.lab._page.markup import Content, Markup, element, fragment
-from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._report.view import figures, floor
 from nnx_pipeline.lab._report.view.buffers import BufferRow, difference_row
 from nnx_pipeline.lab._report.view.figures import DASH, megabytes
-from nnx_pipeline.lab._report.view.floor import (
-    ABOUT,
-    TermRow,
-    floor_lines,
-    gaps_of,
-    rows_at,
-    term_rows,
-)
 from nnx_pipeline.lab.attribution._result import BufferDifference
 from nnx_pipeline.lab.attribution.account import ROWS
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -41,26 +33,18 @@ def table(
     narrow: bool = False,
 ) -> Markup:
     """An HTML table with figures in its last columns; unless `narrow`, a list on a phone."""
-    first = len(head) - numbers
-
-    def kind(index: int) -> str | None:
-        return "number" if index >= first else None
+    kinds = [None] * (len(head) - numbers) + ["number"] * numbers
+    names = [element("th", h, scope="col", class_=css) for h, css in zip(head, kinds, strict=True)]
 
     def cell(index: int, content: Content) -> Markup:
         if index == 0:
             return element("th", content, scope="row", class_="wide")
-        css = kind(index) or "wide"
-        return element("td", content, class_=css, data_label=head[index])
+        return element("td", content, class_=kinds[index] or "wide", data_label=head[index])
 
     return element(
         "table",
         element("caption", caption) if caption else None,
-        element(
-            "thead",
-            element(
-                "tr", [element("th", h, scope="col", class_=kind(i)) for i, h in enumerate(head)]
-            ),
-        ),
+        element("thead", element("tr", names)),
         element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
         class_=None if narrow else "stacks",
     )
@@ -85,7 +69,7 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
     for role in roles_of(arms):
         if all(of_arm.get(role, 0) < _SMALLEST for of_arm in sizes):
             continue  # its row would say 0.0 everywhere
-        row = [(swatch(role), role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
+        row = [_named(role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
         if len(arms) == 2:
             row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
         rows.append(row)
@@ -97,9 +81,10 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
     return table(None, head, rows, numbers=len(head) - 1, narrow=True)
 
 
-def swatch(role: str) -> Markup:
+def _named(role: str, name: str = "") -> Content:
+    """A small square in the colour of a role, and its name."""
     colour = f"background:{figures.ROLE_COLOURS[role]}"
-    return element("span", class_="swatch", style=colour, aria_hidden="true")
+    return [element("span", class_="swatch", style=colour, aria_hidden="true"), name or role]
 
 
 def _what(row: BufferRow) -> Content:
@@ -114,7 +99,7 @@ def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
     cells = [
         (
             _what(row),
-            (swatch(row.role), row.role),
+            _named(row.role),
             f"{row.count}" if row.count > 1 else "",
             megabytes(row.bytes),
         )
@@ -127,7 +112,7 @@ def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Mark
     cells = [
         (
             _what(row),
-            (swatch(of.role), row.role),
+            _named(of.role, row.role),
             megabytes(of.a_bytes),
             megabytes(of.b_bytes),
             change(of.a_bytes, of.b_bytes),
@@ -259,32 +244,28 @@ def floors(arms: Sequence[LabelledProgram]) -> Markup | None:
 
 def _floor(key: str, measured: Measurement) -> Markup:
     whose = f" of {key}" if key else ""
-    lines = [element("p", line, class_="quiet") for line in floor_lines(measured)]
-    floor = measured.floor
-    if floor is None or floor.peak is None:
+    lines = [element("p", line, class_="quiet") for line in floor.floor_lines(measured)]
+    least = measured.floor
+    if least is None or least.peak is None:
         return element("details", element("summary", f"Floor{whose}"), lines)
     gaps = [
-        (
-            (swatch(gap.role), gap.role),
-            megabytes(gap.bytes),
-            megabytes(gap.least_bytes),
-            change(gap.least_bytes, gap.bytes),
-        )
-        for gap in gaps_of(measured)
+        (_named(gap.role), *map(megabytes, sizes), change(*reversed(sizes)))
+        for gap in floor.gaps_of(measured)
+        for sizes in [(gap.bytes, gap.least_bytes)]
     ]
     caption = "The heap at its peak beside the floor, by role"
-    rows = [*term_rows(floor.arguments), *rows_at(floor.peak)]
-    most = floor.expected_peak
+    rows = [*floor.term_rows(least.arguments), *floor.rows_at(least.peak)]
+    most = least.expected_peak
     return element(
         "details",
-        element("summary", f"Floor{whose}: {ABOUT}"),
+        element("summary", f"Floor{whose}: {floor.ABOUT}"),
         lines,
         table(caption, ("role", "MB", "floor, MB", "above"), gaps, numbers=3) if gaps else None,
-        _terms(f"Most at: {floor.peak.name}", rows),
-        _terms(f"Expected, most at: {most.name}", rows_at(most)) if most else None,
+        _terms(f"Most at: {least.peak.name}", rows),
+        _terms(f"Expected, most at: {most.name}", floor.rows_at(most)) if most else None,
     )
 
 
-def _terms(caption: str, rows: Sequence[TermRow]) -> Markup:
+def _terms(caption: str, rows: Sequence[floor.TermRow]) -> Markup:
     cells = [(row.name, row.formula, row.size) for row in rows]
     return table(caption, ("what", "formula", "MB"), cells, numbers=1)

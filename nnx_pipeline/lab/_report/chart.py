@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab._files import ink_on
@@ -136,12 +136,8 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
 
 
 def _places(bars: Sequence[Bar]) -> list[float]:
-    places, at = [], 0.0
-    for index, bar in enumerate(bars):
-        if index:
-            at += 1 if bar.group == bars[index - 1].group else 1 + _GAP
-        places.append(at)
-    return places
+    steps = [1 if one.group == other.group else 1 + _GAP for one, other in pairwise(bars)]
+    return list(accumulate(steps, initial=0.0))
 
 
 def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, small_table
-from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._report.view import figures, floor
 from nnx_pipeline.lab._report.view.buffers import (
     BufferRow,
     buffer_rows,
@@ -20,15 +20,6 @@ from nnx_pipeline.lab._report.view.buffers import (
     short_source,
 )
 from nnx_pipeline.lab._report.view.figures import DASH, megabytes, milliseconds
-from nnx_pipeline.lab._report.view.floor import (
-    ABOUT,
-    ABOUT_EXPECTED,
-    TermRow,
-    floor_lines,
-    gaps_of,
-    rows_at,
-    term_rows,
-)
 from nnx_pipeline.lab._timing.result import PASSES, Time, TimeRow
 from nnx_pipeline.lab.attribution._floor import Gap
 from nnx_pipeline.lab.attribution._result import Attribution, BufferDifference
@@ -189,26 +180,26 @@ _OF_TERMS = (Column(""), Column("MB", is_number=True), Column("formula", 1, is_p
 
 def floor_view(measurement: Measurement) -> list[RenderableType]:
     """The terms of the floor, how far the program is above it, and the roles between."""
-    floor = measurement.floor
-    lines = [Text(line) for line in floor_lines(measurement)]
-    if floor is None or floor.peak is None:
+    least = measurement.floor
+    lines = [Text(line) for line in floor.floor_lines(measurement)]
+    if least is None or least.peak is None:
         return list(lines)
     totals = [
-        TermRow("arguments", megabytes(floor.argument_bytes), ""),
-        TermRow("heap", megabytes(floor.heap_bytes), ""),
+        floor.TermRow("arguments", megabytes(least.argument_bytes), ""),
+        floor.TermRow("heap", megabytes(least.heap_bytes), ""),
     ]
-    arguments = term_rows(floor.arguments)
-    title = f"{ABOUT}; most at: {floor.peak.name}"
-    tables: list[RenderableType] = [_terms(title, arguments, rows_at(floor.peak), totals)]
-    if moment := floor.expected_peak:
-        title = f"{ABOUT_EXPECTED}; most at: {moment.name}"
-        heap = TermRow("heap", megabytes(moment.bytes), "")
-        tables.append(_terms(title, rows_at(moment), [heap]))
-    gaps = gaps_of(measurement)
+    arguments, most = floor.term_rows(least.arguments), floor.rows_at(least.peak)
+    title = f"{floor.ABOUT}; most at: {least.peak.name}"
+    tables: list[RenderableType] = [_terms(title, arguments, most, totals)]
+    if moment := least.expected_peak:
+        title = f"{floor.ABOUT_EXPECTED}; most at: {moment.name}"
+        heap = floor.TermRow("heap", megabytes(moment.bytes), "")
+        tables.append(_terms(title, floor.rows_at(moment), [heap]))
+    gaps = floor.gaps_of(measurement)
     return [*tables, *([_gaps(gaps)] if gaps else []), *lines]
 
 
-def _terms(title: str, *sections: list[TermRow]) -> Columns:
+def _terms(title: str, *sections: list[floor.TermRow]) -> Columns:
     table = Columns(_OF_TERMS, title=title)
     for at, rows in enumerate(sections):
         if at:

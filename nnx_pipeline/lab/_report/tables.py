@@ -139,7 +139,7 @@ class _Rows:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table.grid(padding=(0, 2, 0, 0))
-        shown = self._shown(options.max_width)
+        shown = self.shown(options.max_width)
         table.add_column("", width=_KEY_WIDTH)
         room = self._room(options.max_width, len(shown))
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
@@ -150,11 +150,7 @@ class _Rows:
             table.add_row(_KEY.format(key) if self.keys else "", label, *cells)
         yield table
 
-    def missing(self, width: int) -> list[str]:
-        shown = self._shown(width)
-        return [head for at, head in enumerate(self.heads) if at not in shown]
-
-    def _shown(self, width: int) -> list[int]:
+    def shown(self, width: int) -> list[int]:
         shown = list(range(len(self.heads)))
         for name in LEFT_OUT:
             if name in self.heads and self._room(width, len(shown)) < min(self.letters, _LABEL):
@@ -170,9 +166,10 @@ class _LeftOut:
     rows: _Rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if missing := self.rows.missing(options.max_width):
-            names = ", ".join(missing)
-            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
+        shown = self.rows.shown(options.max_width)
+        if missing := [head for at, head in enumerate(self.rows.heads) if at not in shown]:
+            names = f"left out at {options.max_width} columns: {', '.join(missing)}"
+            yield Text(names, style="dim")
 
 
 def _figures(result: Measurement | None, timed: bool) -> list[str]:
