@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -89,48 +89,38 @@ def _explained(fit: Fit | None) -> str:
 
 
 ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on an HTML page
-
-
-class Panel(NamedTuple):
-    """One panel of the chart: a name of FIGURES, its title with the unit, and what divides it."""
-
-    figure: str
-    title: str
-    unit: float
-
-
-# Row by row: what fits on the left, how long it takes on the right.
-PANELS = (
-    (Panel("temp_bytes", "temp, MB", 1e6), Panel("step_seconds", "estimated step, ms", 1e-3)),
-    (Panel("heap_bytes", "heap, MB", 1e6), Panel("flops", "matrix products, GFLOP", 1e9)),
-    (
-        Panel("account_bytes", "account, MB", 1e6),
-        Panel("collective_seconds", "estimated collectives, ms", 1e-3),
-    ),
-)
+# The titles of figures, row by row: what fits on the left, how long it takes on the right.
+PANELS = {
+    "temp_bytes": "temp, MB",
+    "step_seconds": "estimated step, ms",
+    "heap_bytes": "heap, MB",
+    "flops": "matrix products, GFLOP",
+    "account_bytes": "account, MB",
+    "collective_seconds": "estimated collectives, ms",
+}
 
 
 def sweep_chart(title: str, sweep: Sweep) -> "Figure":
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")
+    rows = len(PANELS) // 2
+    figure = Figure(figsize=(10.0, 3.2 * rows), layout="constrained")
     results = [p.result for _, points in sweep.arms for p in points if p.result]
     head = "\n".join(textwrap.fill(line, 110) for line in [title, *settings_lines(results)])
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for row, panels in zip(figure.subplots(len(PANELS), 2), PANELS, strict=True):
-        for axes, panel in zip(row, panels, strict=True):
-            _draw(axes, panel, sweep)
+    for axes, name in zip(figure.subplots(rows, 2).flat, PANELS, strict=True):
+        _draw(axes, name, sweep)
     if results:
         figure.supxlabel(f"compiler: {compiler(results[0])}", x=0.01, ha="left", fontsize=8)
     return figure
 
 
-def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
+def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
     results = [point.result for _, points in sweep.arms for point in points if point.result]
-    is_bound = panel.figure == "step_seconds" and any(
+    is_bound = name == "step_seconds" and any(
         result.time and result.time.is_lower_bound for result in results
     )
-    title = panel.title + ", lower bounds" * is_bound
+    title, unit = PANELS[name] + ", lower bounds" * is_bound, UNITS[name]
     axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axes.set_xlabel(sweep.heading(), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -139,17 +129,17 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
     places = _places(sweep.arms[0][1])
     axes.set_xticks(places, sweep.names())
     for colour, (label, points) in zip(ARM_COLOURS, sweep.arms, strict=False):
-        figures = [point.figure(panel.figure) for point in points]
-        found = [(x, y / panel.unit) for x, y in zip(places, figures, strict=True) if y is not None]
+        figures = [point.figure(name) for point in points]
+        found = [(x, y / unit) for x, y in zip(places, figures, strict=True) if y is not None]
         words = label if found else f"{label}: –"
-        if fit := sweep.fit(panel.figure, label):
-            words = f"{label}: {fit.slope / panel.unit:+,.4g} per unit"
+        if fit := sweep.fit(name, label):
+            words = f"{label}: {fit.slope / unit:+,.4g} per unit"
             limits = [min(places), max(places)]
-            line = [(fit.intercept + fit.slope * x) / panel.unit for x in limits]
+            line = [(fit.intercept + fit.slope * x) / unit for x in limits]
             axes.plot(limits, line, color=colour, linestyle="--", linewidth=1)
         axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    if all(point.figure(panel.figure) is None for _, points in sweep.arms for point in points):
+    if all(point.figure(name) is None for _, points in sweep.arms for point in points):
         axes.set_yticks([])  # a scale would show numbers that nothing has
     axes.legend(fontsize=8, frameon=False)
 
