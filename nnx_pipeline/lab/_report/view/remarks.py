@@ -44,7 +44,12 @@ def warnings(texts: Iterable[str]) -> list[Remark]:
 
 
 def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
-    return [*map(Remark, settings_lines(measured)), *warnings(left_out_lines(measured))]
+    left_out = dict.fromkeys(
+        f"left out, because the compiler for {one.platform} does not take it: {setting}"
+        for one in measured
+        for setting in one.xla_left_out
+    )
+    return [*map(Remark, settings_lines(measured)), *warnings(left_out)]
 
 
 def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
@@ -91,12 +96,8 @@ def closing_remarks(
     earlier = sorted(filter(None, dates))
     if earlier:
         span = earlier[0] if earlier[0] == earlier[-1] else f"{earlier[0]} to {earlier[-1]}"
-        remarks.append(
-            Remark(
-                f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}; "
-                "--fresh measures them again"
-            )
-        )
+        text = f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}"
+        remarks.append(Remark(f"{text}; --fresh measures them again"))
     return remarks
 
 
@@ -105,28 +106,17 @@ def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
     if not large:
         return []
     most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
-    text = (
-        f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
-    )
-    refused = any(one.is_refused for one in large)
-    why = "; the compiler refused it, so that temp, peak and time are not known" if refused else ""
-    return [Remark(f"{text}, and a device has {megabytes(size)} MB{why}", "error")]
+    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and "
+    text += f"heap, and a device has {megabytes(size)} MB"
+    if any(one.is_refused for one in large):
+        text += "; the compiler refused it, so that temp, peak and time are not known"
+    return [Remark(text, "error")]
 
 
 def settings_lines(measured: Sequence[Measurement]) -> list[str]:
     """The settings that all programs have in common; those of each arm are in `arm_lines`."""
     texts = {written(one.xla) for one in measured}
     return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
-
-
-def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
-    return list(
-        dict.fromkeys(
-            f"left out, because the compiler for {one.platform} does not take it: {setting}"
-            for one in measured
-            for setting in one.xla_left_out
-        )
-    )
 
 
 def arm_lines(outcome: Outcome) -> list[str]:
