@@ -5,15 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+import rich.progress
 from rich.table import Column
 from rich.text import Text
 
@@ -31,33 +23,30 @@ def progress() -> Iterator[Callable[[str], None]]:
     console = Screen(stderr=True)
     began = time.monotonic()
 
-    def timed(text: str) -> str:
-        return f"{_time(time.monotonic() - began)} {text}"
-
     with contextlib.redirect_stdout(sys.stderr):
         if console.is_terminal:
             columns = (
-                SpinnerColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}", markup=False),
+                rich.progress.SpinnerColumn(),
+                rich.progress.TimeElapsedColumn(),
+                rich.progress.TextColumn("{task.description}", markup=False),
             )
-            with Progress(*columns, console=console, transient=True) as shown:
+            with rich.progress.Progress(*columns, console=console, transient=True) as shown:
                 task = shown.add_task("starting", total=None)
                 yield lambda text: shown.update(task, description=printable(text))
         else:
-            yield lambda text: say(timed(text))
+            yield lambda text: say(f"{_time(time.monotonic() - began)} {text}")
 
 
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
 
 
-class _Words(ProgressColumn):
+class _Words(rich.progress.ProgressColumn):
     """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is since the beginning."""
 
     def __init__(self) -> None:
         super().__init__(table_column=Column(no_wrap=True))
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich.progress.Task) -> Text:
         shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
         left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
         return Text(f"{shown}{left}, {task.fields['text']}")
@@ -80,8 +69,8 @@ def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..
     if not console.is_terminal:
         yield _lines(what, total, text, done)
         return
-    columns = (TextColumn(what), BarColumn(bar_width=None), _Words())
-    with Progress(*columns, console=console, expand=True) as shown:
+    text_and_bar = rich.progress.TextColumn(what), rich.progress.BarColumn(bar_width=None)
+    with rich.progress.Progress(*text_and_bar, _Words(), console=console, expand=True) as shown:
         task = shown.add_task(what, total=total, text=text, completed=done)
         yield lambda text, by=1: shown.update(task, advance=by, text=text)
 

@@ -60,36 +60,36 @@ def _bar(arm: DrawnArm, order: Sequence[str], largest: int) -> Markup:
             element("span", f"{megabytes(arm.attribution.heap_bytes)} MB", class_="number"),
             class_="bar-label",
         ),
-        element(
-            "svg",
-            pieces,
-            viewBox=f"0 0 {_WIDTH} 30",
-            preserveAspectRatio="none",
-            role="img",
-            aria_label=f"{arm.label}: {said}",
-        ),
+        _svg(pieces, 30, f"{arm.label}: {said}"),
         class_="bar",
     )
 
 
+def _svg(shapes: Sequence[Markup], height: int, label: str) -> Markup:
+    """A drawing that stretches to its place; screen readers get the label."""
+    box = {"viewBox": f"0 0 {_WIDTH} {height}", "preserveAspectRatio": "none"}
+    return element("svg", shapes, **box, role="img", aria_label=label)
+
+
 class Axis(NamedTuple):
-    low: float
+    """An axis from 0 to `high`, with grid lines at `ticks`."""
+
     high: float
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        return (value - self.low) / (self.high - self.low)
+        return value / self.high
 
 
 def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
     if largest <= 0:
-        return Axis(0.0, 1.0, (0.0, 1.0))
+        return Axis(1.0, (0.0, 1.0))
     rough = largest / most
     # The smallest round step of which `most` or fewer reach the largest value.
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     ticks = tuple(step * index for index in range(math.ceil(largest / step) + 1))
-    return Axis(0.0, ticks[-1], ticks)
+    return Axis(ticks[-1], ticks)
 
 
 def timeline(arms: Sequence[DrawnArm]) -> Markup:
@@ -103,7 +103,7 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
         if points[0][0] > 0:
             points.insert(0, (0, 0))
         points.append((last, points[-1][1]))
-        x = Axis(0, last, ())
+        x = Axis(last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
         position, size = peak_of(arm.attribution)
         place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
@@ -115,7 +115,7 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
     return element(
         "figure",
         element("figcaption", "What lives in the heap over the program’s schedule, MB"),
-        plot(lines, marks, y, y_words=[f"{tick:,g}" for tick in y.ticks], label=said),
+        _plot(lines, marks, y, said),
         element(
             "div", element("span", "first instruction"), element("span", "last"), class_="x-ends"
         ),
@@ -124,34 +124,18 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
     )
 
 
-def plot(
-    shapes: Sequence[Markup],
-    marks: Sequence[Markup],
-    y: Axis,
-    *,
-    y_words: Sequence[str],
-    label: str,
-) -> Markup:
-    """SVG `shapes`, `_WIDTH` by `_HEIGHT`, under HTML `marks`; screen readers get the `label`."""
+def _plot(shapes: Sequence[Markup], marks: Sequence[Markup], y: Axis, label: str) -> Markup:
+    """SVG `shapes`, `_WIDTH` by `_HEIGHT`, under HTML `marks`, with a grid line at each tick."""
     grid, names = [], []
-    for tick, word in zip(y.ticks, y_words, strict=True):
+    for tick in y.ticks:
         share = 1 - y.share(tick)
         height = f"{share * _HEIGHT:.2f}"
         grid.append(element("line", x1=0, x2=_WIDTH, y1=height, y2=height, class_="grid"))
-        names.append(element("span", word, style=f"top:{100 * share:.2f}%"))
-    drawing = element(
-        "svg",
-        grid,
-        list(shapes),
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-    )
+        names.append(element("span", f"{tick:,g}", style=f"top:{100 * share:.2f}%"))
     return element(
         "div",
         element("div", names, class_="y-ticks", aria_hidden="true"),
-        element("div", drawing, list(marks), class_="area"),
+        element("div", _svg([*grid, *shapes], _HEIGHT, label), list(marks), class_="area"),
         class_="plot",
     )
 
