@@ -8,20 +8,12 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
-from nnx_pipeline.lab.lint._facts import (
-    FORM,
-    SAME,
-    ArraySize,
-    LintedProgram,
-    Waste,
-    array_text,
-    made_from,
-    spreads_nothing,
-)
+from nnx_pipeline.lab.lint import _facts as facts
+from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
-_SHAPING = SAME | FORM
+_SHAPING = facts.SAME | facts.FORM
 
 
 def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
@@ -58,7 +50,7 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
                 yield Waste(
                     scope.locate(equation),
                     size,
-                    f"{array_text(value)} becomes float32, as the other operand is; so does "
+                    f"{facts.array_text(value)} becomes float32, as the other operand is; so does "
                     "what is computed from it",
                     "cast the other operand to the smaller dtype, or write .astype(float32) "
                     "where float32 is meant; jax_numpy_dtype_promotion='strict' makes it an error",
@@ -67,7 +59,7 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
 def _upcasts(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
-) -> Iterator[tuple[Value, ArraySize]]:
+) -> Iterator[tuple[Value, facts.ArraySize]]:
     """The values that an equation widens, each with its size as float32."""
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
@@ -84,7 +76,7 @@ def _upcasts(
         small = [one for one in operands if _is_small(one)]
         if len(small) == 1:
             size, per_device = program.device_bytes(small[0])
-            yield small[0], ArraySize(size * 4 // small[0].aval.dtype.itemsize, per_device)
+            yield small[0], facts.ArraySize(size * 4 // small[0].aval.dtype.itemsize, per_device)
 
 
 def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
@@ -97,9 +89,9 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
         return True
     if reader.primitive.name not in _BINARY:
         return False
-    array = made_from(value, _SHAPING)
+    array = facts.made_from(value, _SHAPING)
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
-    floats = [made_from(one, _SHAPING) for one in others if _is_float32(one)]
+    floats = [facts.made_from(one, _SHAPING) for one in others if _is_float32(one)]
     if reader.primitive.name in ("add", "sub") and any(_is_zero(one) for one in floats):
         return False  # a sum in float32 begins here, or a mean that a norm leaves out is taken off
     made_of = [
@@ -121,7 +113,7 @@ def _made_of(value: Value, array: Value) -> set[str]:
     """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
     waiting, seen, found = [value], {value}, set()
     while waiting:
-        one = made_from(waiting.pop(), _SHAPING)
+        one = facts.made_from(waiting.pop(), _SHAPING)
         if one == array or not isinstance(one.variable, Var):
             found.add("array" if one == array else "literal")
             continue
@@ -175,15 +167,15 @@ def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
             yield Waste(
                 scope.locate(equation),
                 size,
-                f"{array_text(value)} is one-hot",
+                f"{facts.array_text(value)} is one-hot",
                 "read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
                 "part of the ids at a time",
             )
 
 
 def _is_one_hot(value: Value) -> bool:
-    step = step_back(made_from(value, _SHAPING))
-    operands = [step_back(made_from(one, _SHAPING)).primitive for one in step.values]
+    step = step_back(facts.made_from(value, _SHAPING))
+    operands = [step_back(facts.made_from(one, _SHAPING)).primitive for one in step.values]
     # Two iotas make an identity matrix, which is no lookup.
     return step.primitive == "eq" and operands.count("iota") == 1
 
@@ -199,7 +191,7 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
         if equation.primitive.name != "sharding_constraint":
             continue
         sharding = equation.params["sharding"]
-        if not isinstance(sharding, NamedSharding) or not spreads_nothing(sharding.spec):
+        if not isinstance(sharding, NamedSharding) or not facts.spreads_nothing(sharding.spec):
             continue
         before, after = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
         size = program.device_bytes(before)
@@ -207,7 +199,7 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
             yield Waste(
                 scope.locate(equation),
                 size,
-                f"the constraint on {array_text(before)} shards no axis: {sharding.spec}",
+                f"the constraint on {facts.array_text(before)} shards no axis: {sharding.spec}",
                 "leave it out when every axis of the spec is None, or name the mesh axes; as "
                 "it is, it stays in the program, holds the array whole on each device, and may be "
                 "carried through a loop",
@@ -216,9 +208,9 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
 
 def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
     known = program.sharding_of(before)
-    if known is not None and not spreads_nothing(known.spec):
+    if known is not None and not facts.spreads_nothing(known.spec):
         return True
-    return any(not spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
+    return any(not facts.spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
 
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
@@ -234,7 +226,7 @@ def _constrained_next(value: Value) -> Iterator[NamedSharding]:
             if reader.primitive.name == "sharding_constraint":
                 if isinstance(reader.params["sharding"], NamedSharding):
                     yield reader.params["sharding"]
-            elif reader.primitive.name in SAME:
+            elif reader.primitive.name in facts.SAME:
                 waiting += [scope.value(result) for result in reader.outvars]
         waiting += calls_of(one)
 
