@@ -141,7 +141,6 @@ def say(text: str, keep: str = "") -> None:
 
 
 def write_output(text: str) -> None:
-    """Writes a text to standard output, with its newlines and tabs and a newline after it."""
     print(printable(text, keep="\n\t"))
 
 

@@ -83,6 +83,7 @@ def _measured(
 def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
     """A context without a mesh, in which JAX says what kind of device a program is traced for."""
     alone = Mesh(np.array([device]), ("device",))
+    # Memory that a device does not list, as on the topology of a GPU, is lowered on a mesh alone.
     if not device.addressable_memories() and any(map(memory_kind, jax.tree.leaves(arguments))):
         with jax.set_mesh(alone):
             yield
@@ -172,7 +173,6 @@ def _platform(platform: Platform | str) -> Platform:
 
 
 def _different_results(traced: Sequence[Traced]) -> list[str]:
-    """Notes on results of the two functions that differ in shape, dtype or place."""
     if len(traced) < 2:
         return []
     one, other = traced
@@ -206,7 +206,6 @@ def _whole_notes(arguments: object, mesh: Mesh | None) -> list[str]:
 
 
 def _host_notes(arguments: object, platform: Platform) -> list[str]:
-    """A note that the CPU compiler counts arguments in host memory as memory of the device."""
     on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
     if not on_host or platform.kind != "cpu":
         return []

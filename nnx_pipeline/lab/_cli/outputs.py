@@ -28,7 +28,6 @@ class Explained:
     explain: bool
 
     def say_words(self, *groups: Mapping[str, str]) -> None:
-        """Shows what the words of the tables mean, or names the option that does."""
         from rich.text import Text
 
         from nnx_pipeline.lab._report.output import show

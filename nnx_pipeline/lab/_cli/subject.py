@@ -25,8 +25,6 @@ WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The values of `--inputs` and `--arg`, two ways to give a function its abstract arguments."""
-
     inputs: str | None
     arguments: tuple[str, ...]
 
@@ -108,7 +106,6 @@ def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfi
 
 
 def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument SUBJECT and its options, received as `name`, `inputs`, `chosen`."""
     argument = click.argument(
         "name", required=False, metavar="SUBJECT", shell_complete=completion.presets
     )

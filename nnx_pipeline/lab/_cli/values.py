@@ -25,8 +25,6 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Target:
-    """The values of `--mesh`, `--platform`, `--gemm` and `--xla`."""
-
     mesh: str
     platform: str
     gemm: str | None
@@ -124,5 +122,4 @@ class TwoArms(Target):
         return ("with", "without") if one else ("without", "with")
 
     def pairs(self) -> list[tuple[Platform, Platform]]:
-        """The platform of each arm; for NVIDIA once for each kind of matrix products."""
         return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))

@@ -63,7 +63,6 @@ def change(before: float | None, after: float | None, *, coloured: bool = True) 
 
 
 def roles_table(arms: Sequence[DrawnArm]) -> Markup:
-    """The legend of the bars, with the MB of each role."""
     sizes = [arm.attribution.by_role() for arm in arms]
     rows = []
     for role in roles_of(arms):
@@ -225,7 +224,6 @@ def _fields(result: Measurement) -> dict[str, object]:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The nested fields of a config in one dict, under dotted names."""
     found: dict[str, object] = {}
     for key, value in config.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None

@@ -102,7 +102,6 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 
 
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
-    """A chart of horizontal bars in pieces; the bars of one group follow each other."""
     from matplotlib.figure import Figure
 
     sums = figures.role_totals([bar.sizes or {} for bar in bars])

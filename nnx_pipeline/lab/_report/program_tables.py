@@ -37,7 +37,6 @@ _WHAT = (
 
 
 def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
-    """The buffers at the peak, the totals by role, and where in the schedule the peak is."""
     heap = attribution.heap_bytes
     heads = [*number_columns("MB"), Column("share", 4, is_number=True), *number_columns("×")]
     table = Columns([*heads, *_WHAT], title="the heap of device memory at its peak")
@@ -145,7 +144,6 @@ def time_table(time: Time | None) -> RenderableType:
 
 
 def lines_table(time: Time, *, top: int) -> Columns:
-    """Where the compute goes: one row per source line, its passes side by side."""
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
     heads = [*number_columns("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
     least = "at least, " * time.is_lower_bound
@@ -179,7 +177,6 @@ _OF_TERMS = (Column(""), Column("MB", is_number=True), Column("formula", 1, is_p
 
 
 def floor_view(measurement: Measurement) -> list[RenderableType]:
-    """The terms of the floor, how far the program is above it, and the roles between."""
     least = measurement.floor
     lines = [Text(line) for line in floor.floor_lines(measurement)]
     if least is None or least.peak is None:

@@ -34,7 +34,6 @@ UNITS = {**dict.fromkeys(BYTES, 1e6), "flops": 1e9, **dict.fromkeys(TIMES, 1e-3)
 
 
 def sweep_view(title: str, sweep: Sweep) -> RenderableType:
-    """A table per arm: one line per program, then slopes where the field is a number."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
         fits = [sweep.fit(name, label) for name in UNITS]

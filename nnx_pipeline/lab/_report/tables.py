@@ -96,7 +96,6 @@ def _traffic(measurement: Measurement) -> RenderableType:
 
 
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
-    """One experiment after the other: the verdict, then the figures of both arms."""
     arms = [arm for outcome in outcomes for arm in _arms(outcome)]
     letters = max((len(label) for label, _ in arms), default=0)
     timed = any(result and result.time for _, result in arms)
@@ -188,7 +187,6 @@ def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
 
 
 def heading(outcome: Outcome) -> str:
-    """Name and claim, the verdict and its figure, and whether both arms compute the same."""
     question = outcome.question
     name = f"{question.name} ({question.claim})" if question.claim else question.name
     text = f"{name}: {figures.verdict_words(outcome)}"
@@ -216,7 +214,6 @@ def show_measurements(
 
 
 def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """The JSON of a program; its `other_gemm` is that of the variant for cuBLASLt, if any."""
     first, *others = rows
     return {**first, "other_gemm": others[0]} if others else first
 

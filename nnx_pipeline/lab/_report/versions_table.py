@@ -37,7 +37,6 @@ FIGURES = {
 
 
 def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
-    """The versions of the packages, then the figures of each and how they differ from the first."""
     done = [row for row in rows if not row["error"]]
     parts: list[RenderableType] = [Text(title, style="italic"), _packages(rows), _figures(rows)]
     others = [row if row["error"] else row.get("other_gemm") for row in rows]

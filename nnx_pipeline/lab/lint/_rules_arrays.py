@@ -60,7 +60,6 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
 def _upcasts(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
 ) -> Iterator[tuple[Value, facts.ArraySize]]:
-    """The values that an equation widens, each with its size as float32."""
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":

@@ -73,7 +73,6 @@ def difference_row(change: BufferDifference) -> BufferRow:
 
 
 def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
-    """Constants, and temporaries in the memory of outputs, by the title of their table."""
     tables = {
         "Constants, outside the heap": attribution.constants,
         "Temporaries in the memory of outputs, outside the heap": attribution.in_outputs,

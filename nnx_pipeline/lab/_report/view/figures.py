@@ -92,7 +92,6 @@ def shares(time: Time) -> str:
 
 
 def compiler(measurement: Measurement) -> str:
-    """The name of the platform, with the versions of the packages that its compiler is from."""
     versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
     return f"{measurement.platform} ({versions})"
 

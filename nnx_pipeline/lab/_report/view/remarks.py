@@ -33,8 +33,6 @@ Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence of a report, and how much it should catch the eye."""
-
     text: str
     tone: Tone = "plain"
 
