@@ -83,9 +83,7 @@ class Outcome:
 
     def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
         """One figure of both arms, in bytes; None for an arm whose figure is not known."""
-        before, after = (
-            result.bytes_of(quantity) if result else None for result in (self.a, self.b)
-        )
+        before, after = (arm.bytes_of(quantity) if arm else None for arm in (self.a, self.b))
         return before, after
 
     def ratio(self, quantity: Quantity) -> float | None:
@@ -139,23 +137,15 @@ class Outcome:
 
 def compare_measurements(question: Question, a: Measurement | str, b: Measurement | str) -> Outcome:
     """The outcome by figures alone; an arm that did not compile is its error as text."""
-    notes = []
-    for label, result in zip(question.labels, (a, b), strict=True):
-        if isinstance(result, str):
-            notes.append(f"{label} did not compile: {result}")
-    one, other = (None if isinstance(result, str) else result for result in (a, b))
-    outcome = Outcome(
-        question=question,
-        a=one,
-        b=other,
-        verdict=NOT_APPLICABLE,
-        note="",
-        failed=one is None or other is None,
-    )
+    pairs = zip(question.labels, (a, b), strict=True)
+    notes = [f"{label} did not compile: {arm}" for label, arm in pairs if isinstance(arm, str)]
+    failed = bool(notes)
+    one, other = (None if isinstance(arm, str) else arm for arm in (a, b))
+    outcome = Outcome(question=question, a=one, b=other, verdict="", note="", failed=failed)
     judged_by = question.judged_by
     verdict = outcome.verdict_by(judged_by)
-    if one and other:
-        notes += _why_no_effect(question, verdict, one, other)
+    if not failed:
+        notes += _why_no_effect(outcome, verdict)
         if verdict == NOT_APPLICABLE:
             notes.append(f"{NAMES[judged_by]} is not known")
         if judged_by == "trace_host":
@@ -199,15 +189,14 @@ def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     ]
 
 
-def _why_no_effect(
-    question: Question, verdict: str, one: Measurement, other: Measurement
-) -> list[str]:
-    if one.fingerprint == other.fingerprint:
+def _why_no_effect(outcome: Outcome, verdict: str) -> list[str]:
+    question = outcome.question
+    if outcome.same_program:
         why = f", as {question.same_program}" if question.same_program else ""
         return [f"both arms compile to the same program{why}"]
     if verdict != "no effect" or question.kind == "trace":
         return []
-    judged_by = question.judged_by
-    if one.bytes_of(judged_by) == other.bytes_of(judged_by):
-        return [f"two programs with the same {judged_by}"]
-    return [f"two programs whose {judged_by} is less than 1 % apart"]
+    before, after = outcome.bytes_of(question.judged_by)
+    if before == after:
+        return [f"two programs with the same {question.judged_by}"]
+    return [f"two programs whose {question.judged_by} is less than 1 % apart"]
