@@ -52,11 +52,9 @@ def described(error: BaseException, most: int = 300) -> str:
     folders += [str(project / name) for name in ("nnx_pipeline", "linen_compat")]
     others = ("<", *(f"{folder}{os.sep}" for folder in folders))  # such as `<frozen importlib>`
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(others)]
-    if not own:
-        return f"{type(error).__name__}: {first}"
-    place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
-    return f"{type(error).__name__}: {first} ({place})"
+    own = next((one for one in reversed(frames) if not one.filename.startswith(others)), None)
+    place = f" ({os.path.relpath(own.filename)}:{own.lineno}, in {own.name})" if own else ""
+    return f"{type(error).__name__}: {first}{place}"
 
 
 class Note(UserWarning):

@@ -123,13 +123,15 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     if dcn is not None and not isinstance(dcn, MeshConfig):
         raise InputError(f"dcn={dcn!r} is no MeshConfig; write MeshConfig(data=2)")
-    if len(devices) < config.num_devices or (
-        len(devices) > config.num_devices and not _spare(devices)
-    ):
+    has_spare = all(device.platform == "cpu" for device in devices)  # these cost nothing
+    if len(devices) < config.num_devices or (len(devices) > config.num_devices and not has_spare):
+        virtual = (
+            f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX "
+            f"runs anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
+        )
         raise InputError(
             f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
-            "make the product of its axes equal to the number of devices"
-            f"{_virtual(config, devices)}"
+            f"make the product of its axes equal to the number of devices{virtual if has_spare else ''}"
         )
     if len({*devices}) < len(devices):
         raise InputError("the devices of a mesh name one device twice; name each once")
@@ -184,24 +186,11 @@ def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
     """Whether these are all chips of a TPU whose coordinates begin at 0."""
     import numpy as np
 
+    # A GPU has an attribute `coords` too, and no `core_on_chip`.
     if not all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
         return False
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     return len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0))
-
-
-def _spare(devices: Sequence[jax.Device]) -> bool:
-    """Whether a mesh may leave some devices unused: virtual CPU devices cost nothing."""
-    return all(device.platform == "cpu" for device in devices)
-
-
-def _virtual(config: MeshConfig, devices: Sequence[jax.Device]) -> str:
-    if not _spare(devices):
-        return ""
-    return (
-        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX runs "
-        f"anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
-    )
 
 
 def ambient_mesh() -> MeshConfig:
