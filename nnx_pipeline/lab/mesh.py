@@ -130,8 +130,8 @@ def make_mesh(
             f"runs anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
         )
         raise InputError(
-            f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
-            f"make the product of its axes equal to the number of devices{virtual if has_spare else ''}"
+            f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; make "
+            f"the product of its axes equal to the number of devices{virtual if has_spare else ''}"
         )
     if len({*devices}) < len(devices):
         raise InputError("the devices of a mesh name one device twice; name each once")

@@ -87,8 +87,13 @@ def parse_versions(text: str) -> list[str]:
         raise InputError(
             f"--across {text} needs two different versions or more, none of them twice"
         )
+    (needed,) = (one for one in map(Requirement, requirements("cpu")) if one.name == "jax")
     for version in versions:
-        check_version(version)
+        if not needed.specifier.contains(version, prereleases=True):
+            raise InputError(
+                f"--across jax={version}: this project needs jax{needed.specifier}; choose another "
+                "version"
+            )
     return versions
 
 
@@ -176,15 +181,6 @@ def requirements(kind: str) -> list[str]:
     wanted = {"extra": _EXTRAS[kind]}
     needed = [one for one in found if one.marker is None or one.marker.evaluate(wanted)]
     return sorted(str(one).partition(";")[0].strip() for one in needed)
-
-
-def check_version(version: str) -> None:
-    for one in map(Requirement, requirements("cpu")):
-        if one.name == "jax" and not one.specifier.contains(version, prereleases=True):
-            raise InputError(
-                f"--across jax={version}: this project needs jax{one.specifier}; choose another "
-                "version"
-            )
 
 
 def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:

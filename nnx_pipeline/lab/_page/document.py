@@ -143,10 +143,6 @@ def _pair_of_steps(results: Sequence[Measurement | None]) -> str:
     return " → ".join(figures.estimated(time, "step_seconds") for time in times)
 
 
-def _step(result: Measurement | None) -> float | None:
-    return result.time.step_seconds if result and result.time else None
-
-
 def _pill(outcome: Outcome) -> Markup:
     css = "failed" if outcome.failed else outcome.verdict.replace(" ", "-")
     return element("span", figures.verdict_words(outcome), class_=f"pill {css}")
@@ -164,7 +160,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
             element("span", f"claim: {question.claim}", class_="claim") if question.claim else None,
         ),
         element("p", question.difference, class_="difference"),
-        _fields(outcome),
+        tables.changed_fields(outcome.a, outcome.b) if outcome.a and outcome.b else None,
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
         _by_gemm(outcome, other),
@@ -180,15 +176,6 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
     )
 
 
-def _fields(outcome: Outcome) -> list[Markup]:
-    if not outcome.a or not outcome.b:
-        return []
-    return [
-        element("p", element("code", f"{key}: {one} → {other}"), class_="quiet")
-        for key, one, other in tables.changed_fields(outcome.a, outcome.b)
-    ]
-
-
 def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
     results = [arm.result for arm in arms]
     memories = [result.memory if result else None for result in results]
@@ -200,9 +187,9 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
         items.append(
             element("div", element("dt", label), element("dd", _pair(values), _unit(values, "MB")))
         )
-    steps = list(map(_step, results))
+    times = [result.time if result else None for result in results]
+    steps = [time.step_seconds if time else None for time in times]
     if any(steps):
-        times = [result.time if result else None for result in results]
         alike = steps if figures.are_alike(times[0], times[-1]) else ()  # else no ratio is known
         shown = element("dd", _pair_of_steps(results), _unit(alike, "ms"))
         items.append(element("div", element("dt", "estimated step"), shown))

@@ -157,7 +157,7 @@ def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
     rows.append(["matrix products", *flops])
     if any(result and result.time for result in results):
         rows += _time_rows(results)
-    for name in _collectives(results):
+    for name in dict.fromkeys(name for r in results if r for name in r.collectives or {}):
         said = [_traffic(r, name) for r in results]
         rows.append([f"{name}, MB of results", *said])
     for phase in dict.fromkeys(phase for r in results if r for phase in r.seconds):
@@ -191,10 +191,6 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
     ]
 
 
-def _collectives(results: Sequence[Measurement | None]) -> list[str]:
-    return list(dict.fromkeys(name for r in results if r for name in r.collectives or {}))
-
-
 def _traffic(result: Measurement | None, name: str) -> str:
     count = (result.collectives or {}).get(name) if result else None
     return f"{megabytes(count['bytes'])} in {count['executed']}" if count else DASH
@@ -210,12 +206,13 @@ def config_table(arms: Sequence[LabelledProgram]) -> Markup:
     return table(None, ("field", "value"), rows, numbers=0)
 
 
-def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
+def changed_fields(a: Measurement, b: Measurement) -> list[Markup]:
     one, other = _fields(a), _fields(b)
+    changed = [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+    shown = [(key, *(_plain(arm.get(key, DASH)) for arm in (one, other))) for key in changed]
     return [
-        (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))
-        for key in dict.fromkeys([*one, *other])
-        if one.get(key) != other.get(key)
+        element("p", element("code", f"{key}: {before} → {after}"), class_="quiet")
+        for key, before, after in shown
     ]
 
 

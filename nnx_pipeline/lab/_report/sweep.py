@@ -60,7 +60,8 @@ def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -
     if any(fits):
         table.add_section()
         add(f"slope per {unit}", list(map(_slope, fits, UNITS.values())))
-        add("r²", list(map(_explained, fits)))
+        shares = [fit.r_squared if fit else None for fit in fits]
+        add("r²", [DASH if share is None else f"{share:.3f}" for share in shares])
     return table
 
 
@@ -81,10 +82,6 @@ def _slope(fit: Fit | None, unit: float) -> str:
     value = fit.slope / unit
     shown = f"{value:+,.3f}" if abs(value) >= 0.1 or not value else f"{value:+.2g}"
     return shown.replace("-", "−")
-
-
-def _explained(fit: Fit | None) -> str:
-    return DASH if fit is None or fit.r_squared is None else f"{fit.r_squared:.3f}"
 
 
 ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on an HTML page

@@ -60,14 +60,13 @@ def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
     worst = max(relative, key=lambda name: (np.isnan(relative[name]), relative[name]))
     return Numerics(
         max_abs_diff=float(np.max(list(differences.values()))),
-        bitwise_equal=all(_same_bits(one, b[name]) for name, one in a.items()),
+        bitwise_equal=all(
+            one.dtype == b[name].dtype and one.tobytes() == b[name].tobytes()
+            for name, one in a.items()
+        ),
         within_tolerance=all(each <= tolerance for each in relative.values()),
         mesh="",
         worst=worst,
         worst_relative=relative[worst],
         all_zero=tuple(name for name in a if not (np.any(a[name]) or np.any(b[name]))),
     )
-
-
-def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and one.tobytes() == other.tobytes()

@@ -56,10 +56,6 @@ class LintedProgram:
     def __post_init__(self) -> None:
         self.scope = program_scope(self.traced)
 
-    def parameter_shapes(self) -> list[tuple[int, ...]]:
-        inputs = self.traced.jaxpr.invars
-        return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
-
     def is_parameter(self, value: Value) -> bool:
         """Whether a value is a parameter or part of one, perhaps cast, moved or reshaped."""
         if value not in self._is_parameter:

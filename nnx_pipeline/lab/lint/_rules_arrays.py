@@ -91,7 +91,8 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
     array = facts.made_from(value, _SHAPING)
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
     floats = [facts.made_from(one, _SHAPING) for one in others if _is_float32(one)]
-    if reader.primitive.name in ("add", "sub") and any(_is_zero(one) for one in floats):
+    literals = [one.variable for one in floats if isinstance(one.variable, Literal)]
+    if reader.primitive.name in ("add", "sub") and not all(one.val for one in literals):
         return False  # a sum in float32 begins here, or a mean that a norm leaves out is taken off
     made_of = [
         made
@@ -102,10 +103,6 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
         return False
     statistics = all("array" in made for made in made_of)
     return not (statistics and _comes_back(scope, reader))
-
-
-def _is_zero(value: Value) -> bool:
-    return isinstance(value.variable, Literal) and not value.variable.val
 
 
 def _made_of(value: Value, array: Value) -> set[str]:

@@ -62,7 +62,8 @@ def gradients_per_microbatch(program: LintedProgram, limit: float) -> Iterator[W
 
     They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
     """
-    shapes = program.parameter_shapes()
+    inputs = program.traced.jaxpr.invars
+    shapes = [squeezed(inputs[number].aval.shape) for number in program.parameters]
     # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
     tails = {squeezed(shape[k:]) for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():

@@ -46,15 +46,16 @@ def remat_policies(program: LintedProgram, limit: float) -> Iterator[Waste]:
         if not _is_backward(equation) or any(map(_is_backward, scope.calls())):
             continue  # one inside another only changes the order of recomputation
         policy = equation.params["policy"]
-        if _saves_nothing_on_purpose(policy):
+        chosen = saved_names(policy)
+        # None, `nothing_saveable`, or a policy of no names saves nothing on purpose.
+        if policy in (None, jax.checkpoint_policies.nothing_saveable) or chosen == set():
             continue
         saved, is_complete = _saved(program, scope, equation)
         again = _recomputed(program, scope, equation)
         stored = sum(size.bytes for size in saved)
-        chosen = saved_names(policy) or set()
         # If the program has a name that the policy saves, nothing is wrong with the policy: the
         # backward pass does not need the value.
-        if not saved and is_complete and not chosen & there and again.bytes >= limit:
+        if not saved and is_complete and not (chosen or set()) & there and again.bytes >= limit:
             yield Waste(
                 scope.locate(equation),
                 again,
@@ -74,13 +75,6 @@ def remat_policies(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
 def _is_backward(equation: JaxprEqn) -> bool:
     return equation.primitive is remat_p and equation.params["differentiated"]
-
-
-def _saves_nothing_on_purpose(policy: object) -> bool:
-    if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
-        return True
-    chosen = saved_names(policy)
-    return chosen is not None and not chosen
 
 
 def saved_names(policy: object) -> set[str] | None:

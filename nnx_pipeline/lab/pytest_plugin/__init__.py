@@ -14,7 +14,7 @@ import pytest
 
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
-from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key, Results, SessionBudgets
+from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Key, Results, SessionBudgets
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
             budgets=budgets.read_budgets(path),
             update=config.getoption(UPDATE),
             tolerance=_share(config.getini(TOLERANCE)),
-            selected=_names_single_tests(config),
+            # `--lf` leaves out tests without telling.
+            selected=any("::" in arg for arg in config.args) or bool(config.getoption("lf", False)),
         )
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
@@ -63,11 +64,6 @@ def _share(text: str) -> float:
             f"{TOLERANCE} = {text!r} is not a number from 0 to below 1; write 0.01 for 1 %"
         )
     return share
-
-
-def _names_single_tests(config: pytest.Config) -> bool:
-    """Whether single tests are selected; `--lf` leaves out the others silently."""
-    return any("::" in arg for arg in config.args) or bool(config.getoption("lf", False))
 
 
 @pytest.fixture
@@ -195,13 +191,9 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
     added = [f"new: {key}" for key in sorted(set(new) - set(old))]
     removed = [f"removed: {key} ({key.compiler})" for key in sorted(set(old) - set(new))]
     changed = [
-        f"changed: {key}: {_figures(old[key])} -> {_figures(new[key])}"
+        f"changed: {key}: {budgets.in_words(old[key])} -> {budgets.in_words(new[key])}"
         for key in sorted(set(old) & set(new))
         if old[key] != new[key]
     ]
     same = len(set(old) & set(new)) - len(changed)
     return [*added, *changed, *removed, f"{counted(same, 'budget')} unchanged"]
-
-
-def _figures(figures: Figures) -> str:
-    return ", ".join(budgets.in_words(name, value) for name, value in sorted(figures.items()))

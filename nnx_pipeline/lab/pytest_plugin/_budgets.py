@@ -76,9 +76,13 @@ class Change(NamedTuple):
         )
 
 
-def in_words(figure: str, value: float) -> str:
-    name, unit, number = _wording(figure, value)
-    return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
+def in_words(figures: Figures) -> str:
+    """The figures of a budget in one line, such as `heap 1,024, estimated step 1.250 ms`."""
+    parts = []
+    for figure, value in sorted(figures.items()):
+        name, unit, number = _wording(figure, value)
+        parts.append(f"{name} {number(value)}{'' if figure in BYTES else f' {unit}'}")
+    return ", ".join(parts)
 
 
 def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:

@@ -30,10 +30,6 @@ def megabytes(value: float | None) -> str:
     return DASH if value is None else f"{value / 1e6:,.1f}"
 
 
-def signed_megabytes(size: int) -> str:
-    return f"−{megabytes(-size)}" if size < 0 else megabytes(size)
-
-
 def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return DASH

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nnx_pipeline.lab._report.view.figures import DASH, estimated, megabytes, milliseconds
-from nnx_pipeline.lab._report.view.figures import signed_megabytes as signed
 from nnx_pipeline.lab.attribution._floor import Gap, Moment, Term, between
 from nnx_pipeline.lab.compile.measure import Measurement
 
@@ -20,7 +19,9 @@ class TermRow(NamedTuple):
 
 
 def term_rows(terms: Sequence[Term]) -> list[TermRow]:
-    return [TermRow(term.name, signed(term.bytes), term.formula) for term in terms]
+    return [
+        TermRow(term.name, megabytes(term.bytes).replace("-", "−"), term.formula) for term in terms
+    ]
 
 
 def rows_at(moment: Moment) -> list[TermRow]:
