@@ -107,16 +107,15 @@ def compare(
 ) -> Outcome:
     """Measures two functions of the same arguments and compares their memory.
 
-    - `function_a`, `function_b`: the two functions, each as for `measure`.
-    - `arguments`, `mesh`, `progress`: as for `measure`.
+    - `function_a`, `function_b`, `arguments`, `mesh`, `progress`: as for `measure`.
     - `platform`: as for `measure`, or one for each function: the same platform with different
       settings of the compiler. With one function given twice, it is these that are compared.
     - `labels`: what the two are called; None for `module:function` of each.
 
     The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller, see
-    `Outcome.verdict_by`. If one of the functions cannot be traced or compiled, the note says why,
-    and the figures of the other one are given. Results that differ in shape, dtype or place are a
-    warning in the note. The numbers that the functions compute are not compared.
+    `Outcome.verdict_by`. If a function cannot be traced or compiled, the note says why, and the
+    other one's figures are given. Results that differ in shape, dtype or place are a warning in the
+    note. The numbers that the functions compute are not compared.
 
     Raises InputError as `measure` does.
     """

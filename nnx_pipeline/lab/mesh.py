@@ -1,7 +1,4 @@
-"""The device mesh: its axis sizes as a config, and the JAX mesh made from them.
-
-The functions that need JAX import it: configs and the command line do without.
-"""
+"""The device mesh: its axis sizes, which need no JAX, and the JAX mesh made from them."""
 
 from __future__ import annotations
 
@@ -210,8 +207,8 @@ def ambient_mesh() -> MeshConfig:
 def ambient_platform() -> str:
     """The platform that a program is traced for: `cpu`, `tpu` or `gpu`, as JAX names them.
 
-    The ambient mesh decides. Without a mesh the lab sets an abstract one without axes, which says
-    what it compiles for. Otherwise it is JAX's default.
+    The ambient mesh decides, also the abstract one without axes that the lab sets; else JAX's
+    default.
     """
     import jax
 

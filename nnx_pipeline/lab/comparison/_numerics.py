@@ -12,18 +12,16 @@ Values = Mapping[str, np.ndarray]  # the loss and every gradient, or every param
 class Numerics:
     """How far apart the numbers are that the two arms of an experiment compute.
 
-    These are the loss and gradients of both arms, or the parameters that they create, in the size
-    `tiny` on CPU devices. `mesh` and `pipeline` are those of the CPU devices; the pipeline differs
-    from that of the config where the latter does not fit.
+    These are the loss and gradients, or the created parameters, in the size `tiny` on CPU devices,
+    whose `mesh` and `pipeline` may differ from the config's. `measured` is the date of a cached
+    result.
 
-    - `bitwise_equal`: whether all arrays have the same dtype and bits in both arms.
     - `within_tolerance`: whether in each array by itself the largest difference is at most the
       experiment's tolerance times the largest absolute value of that array in either arm. A
       difference that is NaN is not within tolerance.
     - `worst`, `worst_relative`: the array in which the arms are farthest apart relative to its
       largest absolute value, and how far apart relative to that value.
     - `all_zero`: arrays that are zero throughout in both arms, whose equality shows nothing.
-    - `measured`: when this was measured, in ISO format, if it comes from a cache.
     """
 
     max_abs_diff: float
@@ -40,8 +38,7 @@ class Numerics:
 def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
     """Compares the arrays of two arms; leaves `mesh` and `pipeline` of the result empty.
 
-    An array that is zero in both arms has the relative difference 0, and one that is zero in a
-    single arm 1. Raises ValueError for an array that only one arm has or whose shapes differ.
+    Raises ValueError for an array that only one arm has or whose shapes differ.
     """
     if a.keys() != b.keys():
         raise ValueError(f"one arm computes {sorted(a.keys() ^ b.keys())} and the other does not")

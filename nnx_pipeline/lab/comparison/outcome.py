@@ -28,7 +28,6 @@ class Question:
 
     - `claim`: where it is claimed that the second arm needs less, such as `S3.2`.
     - `difference`: how the arms differ, in one sentence.
-    - `labels`: a short name for each arm.
     - `kind`: what is measured: a training step (`step`), the creation of parameters (`init`), or
       what the host holds while a step is traced (`trace`).
     - `judged_by`: the figure that should be smaller for the second arm.
@@ -173,8 +172,7 @@ def _host_bytes_while_tracing(outcome: Outcome) -> str:
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     """The verdicts by temp, heap and account, where they differ from the verdict.
 
-    The account decides whether a program fits, and is larger by all arguments: that it changes by
-    less than 1 % says little about the arms, and is left out.
+    The account has all arguments: that it changes by less than 1 % says little and is left out.
     """
     others: tuple[Quantity, ...] = ("temp", "heap")
     if outcome.verdict_by("account") != "no effect":

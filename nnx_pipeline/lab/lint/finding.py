@@ -17,10 +17,7 @@ Severity = Literal["warning", "advice"]
 class Limits:
     """Sizes below which arrays are not reported, in bytes per device where the sharding is known.
 
-    - `large`: the limit for arrays in general.
-    - `one_hot`: the limit for one-hot arrays.
-
-    Raises InputError when one is not a number of 0 or more.
+    One-hot arrays have a limit of their own. Raises InputError when one is no number of 0 or more.
     """
 
     large: float = 1e6

@@ -1,8 +1,7 @@
 """A pytest plugin with the fixture `compile_memory`, and budgets in `memory-budgets.toml`.
 
-pytest imports this file before any conftest.py, in every project of an environment in which this
-package is installed. It must therefore import fast, and must not import JAX, whose flags a conftest
-may still set; the fixture imports JAX when a test asks for it.
+pytest imports this file before any conftest.py, in every project where this package is installed.
+So it must import fast, and no JAX, whose flags a conftest may still set.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Budgets of tests: the file that holds them, and which figures exceed them.
 
 `memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
-version. `pytest --update-memory-budgets` writes the whole file, sorted, and does not keep comments.
-A figure that an entry lacks is not checked.
-
-Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
+version. A figure that an entry lacks is not checked. Nothing here imports JAX: pytest reads the
+file before any conftest can set JAX's flags.
 """
 
 import json
@@ -94,10 +92,7 @@ def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], s
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
-    """The versions that decide how much memory a program needs: `jaxlib 0.10.2, libtpu 0.0.42.1`.
-
-    Raises InputError for the platform `local`, whose devices differ between machines.
-    """
+    """The versions that a budget is for: `jaxlib 0.10.2, libtpu 0.0.42.1`."""
     packages = _PACKAGES.get(platform.partition(":")[0])
     if packages is None:
         raise InputError(

@@ -1,7 +1,4 @@
-"""The object that the fixture `compile_memory` returns.
-
-This module imports JAX, so it is imported only when a test uses the fixture.
-"""
+"""The object that the fixture `compile_memory` returns; it imports JAX."""
 
 from __future__ import annotations
 
@@ -64,9 +61,8 @@ class CompileMemory:
 
         - `config`: an `nnx_pipeline.Config`: the model, the pipeline and the training.
         - `mesh`: sizes of the mesh axes, also as text such as `stage=4,fsdp=2`.
-        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
 
-        Raises and skips as a call of this object does.
+        The platform, what is raised and what is skipped are as for a call of this object.
         """
         __tracebackhide__ = True
         grid = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
