@@ -74,8 +74,8 @@ def _measured(
                 {"function": name_of(function), "arguments": _shapes((given, keywords))},
             )
         result = lowered.measure()
-    places = [*_host_notes((given, keywords), platform), *_whole_notes((given, keywords), mesh)]
-    notes = [*traced.notes, *result.notes, *places]
+    placement = _placement_notes((given, keywords), platform, mesh)
+    notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
@@ -192,26 +192,23 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
     return notes
 
 
-def _whole_notes(arguments: object, mesh: Mesh | None) -> list[str]:
-    """A note where each device holds all arguments whole, which is seldom meant on a mesh."""
-    leaves = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "sharding")]
-    if mesh is None or mesh.size == 1 or not leaves:
-        return []
-    if any(any(getattr(leaf.sharding, "spec", ())) for leaf in leaves):
-        return []
-    return [
-        f"no argument is sharded: each of the {mesh.size} devices holds all of the arguments whole"
-    ]
-
-
-def _host_notes(arguments: object, platform: Platform) -> list[str]:
-    on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
-    if not on_host or platform.kind != "cpu":
-        return []
-    return [
-        f"arguments in {memory_kind(on_host[0])} (here {len(on_host)}) count as device memory: the "
-        "CPU compiler knows no other"
-    ]
+def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -> list[str]:
+    """What is seldom meant: arguments in host memory on the CPU, or all whole on a mesh."""
+    notes, leaves = [], jax.tree.leaves(arguments)
+    on_host = [leaf for leaf in leaves if memory_kind(leaf)]
+    if on_host and platform.kind == "cpu":
+        notes.append(
+            f"arguments in {memory_kind(on_host[0])} (here {len(on_host)}) count as device memory: "
+            "the CPU compiler knows no other"
+        )
+    shardings = [leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")]
+    is_split = any(any(getattr(sharding, "spec", ())) for sharding in shardings)
+    if mesh is not None and mesh.size > 1 and shardings and not is_split:
+        notes.append(
+            f"no argument is sharded: each of the {mesh.size} devices holds all of the arguments "
+            "whole"
+        )
+    return notes
 
 
 def _shapes(arguments: object) -> list[str]:

@@ -126,7 +126,7 @@ def run_compare(
 
 def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
     from nnx_pipeline.lab.lint import lint
-    from nnx_pipeline.lab.lint._report import findings_json, findings_view
+    from nnx_pipeline.lab.lint._report import findings_view
 
     # 1 means findings, so that a function that cannot be traced ends with 2.
     with progress() as say, compiler_errors(InputError):
@@ -138,11 +138,13 @@ def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str 
         else:
             findings = presets().lint_config(subject.config, mesh, limits)
     show(findings_view(subject.title(mesh), findings), json_path=json_path)
-    linted: dict[str, object] = {"mesh": mesh.sizes()}
+    linted: dict[str, object] = {"schema": 1, "mesh": mesh.sizes()}
     if subject.config is None:
         linted["function"] = subject.name
     else:
         linted["config"] = presets().to_dict(subject.config)
-    emit_json(json_path, findings_json(linted, findings, limits))
+    linted["limits"] = {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot}
+    linted["findings"] = [finding.to_json() for finding in findings]
+    emit_json(json_path, linted)
     if findings:
         raise Failed(counted(len(findings), "finding"))

@@ -1,7 +1,7 @@
 """Tables for the terminal, which leave out whole columns on a narrow screen and cut no words."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.cells import cell_len
@@ -36,14 +36,14 @@ def number_columns(*names: str) -> list[Column]:
     return [Column(name, is_number=True) for name in names]
 
 
+@dataclass
 class Columns:
     """A table of text that fits any screen; the line below it names the columns left out."""
 
-    def __init__(
-        self, columns: Sequence[Column], *, title: str = "", is_bare: bool = False
-    ) -> None:
-        self.columns, self.title, self.is_bare = list(columns), title, is_bare
-        self.rows: Rows = []
+    columns: Sequence[Column]
+    title: str = ""
+    is_bare: bool = False
+    rows: Rows = field(default_factory=list)
 
     def add_row(self, *cells: str) -> None:
         missing = len(self.columns) - len(cells)

@@ -53,6 +53,7 @@ def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
         with np.errstate(invalid="ignore"):  # of infinities, whose difference is a NaN
             differences[name] = float(np.max(np.abs(pair[0] - pair[1]), initial=0.0))
             largest = float(np.max(np.abs(pair), initial=0.0))
+            # 0 where both arrays are zero, and 1 where one is.
             relative[name] = differences[name] / largest if largest else 0.0
     worst = max(relative, key=lambda name: (np.isnan(relative[name]), relative[name]))
     return Numerics(

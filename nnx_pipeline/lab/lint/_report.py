@@ -1,4 +1,4 @@
-"""Findings as a table for the terminal and as JSON."""
+"""Findings as a table for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.errors import printable
-from nnx_pipeline.lab.lint.finding import Finding, Limits
+from nnx_pipeline.lab.lint.finding import Finding
 
 _STYLES = {"warning": "bold yellow", "advice": "cyan"}
 
@@ -42,16 +42,4 @@ def _text(finding: Finding) -> Text:
 
 
 def _short(location: str) -> str:
-    here = f"{Path.cwd()}/"
-    return printable(location.removeprefix(here))
-
-
-def findings_json(
-    subject: dict[str, object], findings: Sequence[Finding], limits: Limits
-) -> dict[str, object]:
-    return {
-        "schema": 1,
-        **subject,
-        "limits": {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot},
-        "findings": [finding.to_json() for finding in findings],
-    }
+    return printable(location.removeprefix(f"{Path.cwd()}/"))

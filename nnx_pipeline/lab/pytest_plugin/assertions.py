@@ -157,7 +157,7 @@ class CompiledMemory:
             raise MemoryExceeded("\n".join([*too_large.values(), "", described]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
-        """Asserts that temp, heap, peak, account and the estimated step are within the test's budget.
+        """Asserts that temp, heap, peak, account and the estimated step keep the test's budget.
 
         - `name`: tells several budgets of one test and platform apart.
         - `tolerance`: the share by which a budget may be exceeded, instead of that of the project
@@ -180,8 +180,8 @@ class CompiledMemory:
     def description(self, figures: Collection[str] = ()) -> str:
         """The compiler, the figures, and what takes most of them, as lines of text.
 
-        - `figures`: those that are too large. A time shows the lines of source that take longest, and any
-          other figure, or none, the largest buffers.
+        - `figures`: those that are too large. A time shows the lines of source that take longest,
+          and any other figure, or none, the largest buffers.
         """
         memory = self.measurement.memory
         timed = [name for name in figures if name.endswith("_seconds")]
