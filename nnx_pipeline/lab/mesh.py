@@ -174,20 +174,12 @@ def _along_links(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndar
     import numpy as np
     from jax.experimental.mesh_utils import create_device_mesh
 
-    if not _fill_a_box(devices):
-        return np.array(devices).reshape(sizes)
-    return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-
-
-def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether these are all chips of a TPU whose coordinates begin at 0."""
-    import numpy as np
-
     # A GPU has an attribute `coords` too, and no `core_on_chip`.
-    if not all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
-        return False
-    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
-    return len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0))
+    if all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
+        places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+        if len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0)):  # fill a box
+            return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return np.array(devices).reshape(sizes)
 
 
 def ambient_mesh() -> MeshConfig:

@@ -133,16 +133,6 @@ def compare_command(
     run_compare(pair, inputs, target, pairs, outputs)
 
 
-# Options of `compare` that a function has no use for.
-_OF_PRESETS = {
-    "model": "--model",
-    "assignments": "--set",
-    "listed": "--list",
-    "sweeps": "--sweep",
-    "fresh": "--fresh",
-}
-
-
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
     if strangers := [name for name in names if not is_function(name)]:
         raise InputError(
@@ -153,9 +143,10 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
         raise InputError(
             f"{', '.join(names)}: give two functions to compare, or one with --xla-a or --xla-b"
         )
-    for parameter, option in _OF_PRESETS.items():
-        if options.is_given(parameter):
-            raise InputError(f"{option} needs a preset; leave it out with {names[0]}")
+    flags = options.given()
+    for option in ("model", "assignments", "listed", "sweeps", "fresh"):
+        if option in flags:
+            raise InputError(f"{flags[option]} needs a preset; leave it out with {names[0]}")
     return names[0], names[-1]
 
 

@@ -190,21 +190,24 @@ measuring_options = bundled(
 )
 
 
-def is_given(option: str) -> bool:
+def given() -> dict[str, str]:
+    """The flags on the command line, by the parameter that each fills."""
     context = click.get_current_context()
-    return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+    return {
+        str(one.name): one.opts[0]
+        for one in context.command.params
+        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
+    }
+
+
+def is_given(option: str) -> bool:
+    return option in given()
 
 
 def check_alone(option: str, *besides: str) -> None:
     """Raises InputError for options beside `option` that it ignores, all but `besides`."""
-    context = click.get_current_context()
-    flags = {one.name: one.opts[0] for one in context.command.params}
-    unread = [
-        flag
-        for name, flag in flags.items()
-        if name and name not in (option, *besides) and is_given(name)
-    ]
-    if unread:
+    flags = given()
+    if unread := [flag for name, flag in flags.items() if name not in (option, *besides)]:
         raise InputError(
             f"{flags[option]} cannot be combined with {', '.join(unread)}; leave one of them out"
         )

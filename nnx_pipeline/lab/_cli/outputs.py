@@ -59,8 +59,7 @@ class Outputs(Explained):
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
 
-            page = outcomes_page(title, *outcomes, command=_command_line())
-            write_text(self.html_path, page)
+            write_text(self.html_path, outcomes_page(title, *outcomes, command=_command_line()))
         if self.chart_path:
             from nnx_pipeline.lab._report.chart import outcomes_chart
 

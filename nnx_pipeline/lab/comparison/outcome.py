@@ -148,7 +148,8 @@ def compare_measurements(question: Question, a: Measurement | str, b: Measuremen
         if verdict == NOT_APPLICABLE:
             notes.append(f"{NAMES[judged_by]} is not known")
         if judged_by == "trace_host":
-            notes.append(_host_bytes_while_tracing(outcome))
+            sizes = ("–" if n is None else f"{n / 1e6:.1f} MB" for n in outcome.bytes_of(judged_by))
+            notes.append(f"the verdict is about {NAMES[judged_by]}: {' and '.join(sizes)}")
         else:
             notes += _other_verdicts(outcome, verdict)
     notes += _notes_of_arms(outcome)
@@ -161,12 +162,6 @@ def _notes_of_arms(outcome: Outcome) -> list[str]:
         for note in result.notes if result else ():
             labels.setdefault(note, []).append(label)
     return [f"{' and '.join(those)}: {note}" for note, those in labels.items()]
-
-
-def _host_bytes_while_tracing(outcome: Outcome) -> str:
-    sizes = outcome.bytes_of("trace_host")
-    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in sizes)
-    return f"the verdict is about {NAMES['trace_host']}: {shown}"
 
 
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:

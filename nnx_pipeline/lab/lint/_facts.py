@@ -95,7 +95,8 @@ class LintedProgram:
         aval = value.aval
         if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
             return ArraySize(0, True)  # not an array, such as a token
-        whole = math.prod(aval.shape) * _itemsize(aval.dtype)
+        dtype = jnp.dtype(aval.dtype) if hasattr(aval.dtype, "kind") else aval.dtype
+        whole = math.prod(aval.shape) * getattr(dtype, "itemsize", 0)
         if self.devices == 1:
             return ArraySize(whole, True)
         parts = self._parts(value)
@@ -161,10 +162,6 @@ def array_text(value: Value) -> str:
 def spreads_nothing(spec: P) -> bool:
     """Whether a spec shards no axis, or leaves all axes to the compiler."""
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
-
-
-def _itemsize(dtype: Any) -> int:
-    return jnp.dtype(dtype).itemsize if hasattr(dtype, "kind") else getattr(dtype, "itemsize", 0)
 
 
 def _split(spec: P, sizes: Any) -> int:

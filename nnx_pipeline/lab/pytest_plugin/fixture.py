@@ -99,8 +99,10 @@ class CompileMemory:
             return
         budget = session.budgets.get(key)
         if budget is None:
-            _not_recorded(key, budgets.same_elsewhere(session.budgets, key))
-            return
+            cure = f"record one: pytest --update-memory-budgets '{key.test}'"
+            if others := "; ".join(budgets.same_elsewhere(session.budgets, key)):
+                pytest.skip(f"{key} has a budget for {others}, and this is {compiler}; {cure}")
+            pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)
         share = session.tolerance if tolerance is None else tolerance
         exceeded = budgets.above(figures, budget, share)
         if exceeded:
@@ -111,12 +113,3 @@ class CompileMemory:
             f"{key}: {change}; pytest --update-memory-budgets lowers it"
             for change in budgets.below(figures, budget, share)
         ]
-
-
-def _not_recorded(key: Key, others: list[str]) -> None:
-    __tracebackhide__ = True
-    cure = f"record one: pytest --update-memory-budgets '{key.test}'"
-    if others:
-        recorded = "; ".join(others)
-        pytest.skip(f"{key} has a budget for {recorded}, and this is {key.compiler}; {cure}")
-    pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)
