@@ -39,7 +39,6 @@ _COMMAND = "from nnx_pipeline.lab._cli.main import main; main()"
 
 
 def run_across(text: str, subject: Subject, target: Target, json_path: str | None) -> None:
-    """Compiles one training step with each version of JAX in `jax=0.10.2,0.12.0.1`."""
     versions = parse_versions(text)
     if subject.config is None:
         raise InputError(

@@ -17,7 +17,6 @@ CHECKPOINTS = "nnx_pipeline.checkpoints"  # entry points of what brings `linen-c
 FIRST = "nnx-pipeline measure tiny --mesh stage=4,fsdp=2"
 OLD = {"compile": "measure", "ab": "compare"}  # names that go on working
 
-
 MEASURING = (
     commands.measure_command,
     commands.compare_command,

@@ -75,7 +75,6 @@ report_options = bundled(
     explain_option,
 )
 
-
 written_options = bundled(
     "written",
     Written,
@@ -172,7 +171,6 @@ gemm_option = click.option(
     "which would choose by autotuning; so the default is both, and both results are shown where "
     "they differ.",
 )
-
 
 measuring_options = bundled(
     "measuring",

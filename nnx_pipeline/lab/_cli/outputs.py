@@ -22,8 +22,6 @@ _OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 @dataclass(frozen=True)
 class Explained:
-    """Where the JSON of a result goes, and whether the words of its tables are explained."""
-
     json_path: str | None
     explain: bool
 

@@ -26,7 +26,6 @@ NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes hold i
 def outcomes_page(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = (), *, command: str = ""
 ) -> str:
-    """The report of `compare`; `cublas` has the experiments with the other matrix products."""
     measured = [m for outcome in (*outcomes, *cublas) for m in (outcome.a, outcome.b) if m]
     both = list(zip_longest(outcomes, cublas))
     summary = element("section", _summary(both), class_="card") if len(outcomes) > 1 else None
@@ -42,7 +41,6 @@ def outcomes_page(
 def measurement_page(
     title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
 ) -> str:
-    """The report of a program, measured once or with both kinds of matrix products."""
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
         arms = [

@@ -185,10 +185,8 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
     rows: list[list[Content]] = [
         [label, *(figures.estimated(time, field) for time in times)] for label, field in fields
     ]
-    return [
-        *rows,
-        ["useful and launched", *(figures.shares(time) if time else DASH for time in times)],
-    ]
+    rows.append(["useful and launched", *(figures.shares(t) if t else DASH for t in times)])
+    return rows
 
 
 def _traffic(result: Measurement | None, name: str) -> str:

@@ -90,7 +90,6 @@ class Screen(Console):
 
 
 def show(view: RenderableType, *, json_path: str | None) -> None:
-    """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
     if json_path != "-":
         # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
         width = None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES

@@ -96,7 +96,6 @@ def _peak(attribution: Attribution) -> Text:
 
 
 def _without_source(attribution: Attribution) -> str:
-    """The share of each role without a source line; space between buffers never has one."""
     sizes: dict[str, int] = defaultdict(int)
     for buffer in attribution.buffers:
         if not buffer.source:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
 # The columns, and the order in which a narrow screen leaves them out.
 COLUMNS = {

@@ -103,7 +103,6 @@ class LintedProgram:
         return ArraySize(whole // (parts or 1), parts is not None)
 
     def _parts(self, value: Value) -> int | None:
-        """How many parts the sharding splits a value into; None if that is not known."""
         sharding = getattr(value.aval, "sharding", None)
         if sharding is not None and not sharding.mesh.empty:
             kinds = set(sharding.mesh.axis_types)

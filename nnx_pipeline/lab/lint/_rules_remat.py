@@ -164,7 +164,6 @@ def _origin(value: Value, names: set[str]) -> tuple[Literal["saved", "input", "u
 
 
 def _why(scope: JaxprScope, equation: JaxprEqn) -> str:
-    """The probable reason why a policy saves nothing, and what to do about it."""
     again = [one for _, one in _again(scope, equation)]
     there = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
     chosen = saved_names(equation.params["policy"])

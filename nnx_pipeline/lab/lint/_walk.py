@@ -23,8 +23,6 @@ Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant",
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A variable or literal of a jaxpr at one place where that jaxpr is called."""
-
     scope: "JaxprScope"
     variable: Any
 

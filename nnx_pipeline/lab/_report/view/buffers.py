@@ -32,7 +32,6 @@ class BufferRow:
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """The buffers in groups that read the same in a table, largest sum first."""
     groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         name = buffer.shape or ("" if buffer.source else buffer.name)

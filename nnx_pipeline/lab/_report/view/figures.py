@@ -75,7 +75,6 @@ def are_alike(a: Time | None, b: Time | None) -> bool:
 
 
 def shares(time: Time) -> str:
-    """What part of the step is useful, and how many instructions are launched, as one line."""
     values = {"MFU": time.mfu, "HFU": time.hfu, "bubble": time.bubble_share}
     most = "≤ " * time.is_lower_bound
     parts = [
