@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = (".png", ".svg")
 TEMPORARY = ".nnx-pipeline."  # begins the name of a file that is not yet complete
-
-
 # Of a file that is read as a whole: of settings and timetables, and of texts to train on.
 MOST_SETTINGS, MOST_TEXT = 2**28, 2**31
 # What begins as an address does, or with the name of a store alone, as `gs:bucket`.

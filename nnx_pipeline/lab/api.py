@@ -139,11 +139,9 @@ def compare(
             raise
         except Exception as error:  # a function may break any compiler in any way
             results.append(described(error, most=200))
-    arms = labels or (name_of(function_a), name_of(function_b))
     what = "two functions" if function_a is not function_b else "compiler settings"
-    question = Question(
-        name="compare", claim="", difference=what, labels=labels, judged_by="account"
-    )
+    arms = labels or (name_of(function_a), name_of(function_b))
+    question = Question(name="compare", claim="", difference=what, labels=arms, judged_by="account")
     outcome = compare_measurements(question, results[0], results[1])
     notes = [*_different_results(traced), outcome.note]
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))

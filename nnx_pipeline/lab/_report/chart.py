@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _WIDTH = 10.0  # inches; 1500 pixels at 150 dots per inch
 _LETTER = 0.075  # inches; average width of a letter of 9 points
 _BAR, _GAP = 0.62, 0.55  # height of a bar and space between experiments, in rows
-
-
 _HEAP = "heap of device memory at its peak"
 _ACCOUNT = "device memory of the account: arguments, outputs, constants and heap"
 
