@@ -35,9 +35,9 @@ def local(path: str | os.PathLike[str]) -> Path:
             "written; copy what it names, and give the path of the copy, or begin it with ./ where "
             "a folder here has that name"
         )
-    found = Path(named)
+    local_path = Path(named)
     # Without its `./` it would be taken for an address where it comes by here again.
-    return found.absolute() if _ADDRESS.match(str(found)) else found
+    return local_path.absolute() if _ADDRESS.match(str(local_path)) else local_path
 
 
 def hold_pipe(path: str | os.PathLike[str]) -> None:
@@ -45,12 +45,12 @@ def hold_pipe(path: str | os.PathLike[str]) -> None:
 
     Raises OSError of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
     """
-    found = local(path)
-    if found.is_fifo():
-        opened = os.open(found, os.O_WRONLY | os.O_NONBLOCK)
-        if found in _waiting:
-            os.close(_waiting[found])
-        _waiting[found] = opened
+    pipe = local(path)
+    if pipe.is_fifo():
+        opened = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        if pipe in _waiting:
+            os.close(_waiting[pipe])
+        _waiting[pipe] = opened
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -107,12 +107,12 @@ def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str
     Raises InputError for another one: a pipe would be waited for, and a device may have no end.
     """
     with open(local(path), encoding="utf-8-sig", opener=_without_waiting) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
-        if found.st_size > most:
+        if status.st_size > most:
             raise InputError(
-                f"{path} cannot be read: it has {found.st_size:,} bytes, more than {most:,}; name "
+                f"{path} cannot be read: it has {status.st_size:,} bytes, more than {most:,}; name "
                 "another file"
             )
         return file.read()

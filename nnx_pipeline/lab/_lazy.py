@@ -29,8 +29,8 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        place, own = home[name]
-        value = getattr(importlib.import_module(place), own)
+        source, origin = home[name]
+        value = getattr(importlib.import_module(source), origin)
         setattr(module, name, value)
         return value
 

@@ -60,8 +60,8 @@ def _measured(
     platform, mesh, device = target
     check_sizes(arguments)
     call = Call.of(function, arguments)
-    given, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
-    call = dataclasses.replace(call, arguments=given, keywords=keywords)
+    abstract, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
+    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
@@ -71,10 +71,10 @@ def _measured(
                 platform,
                 clock,
                 dict(mesh.shape) if mesh is not None else {},
-                {"function": name_of(function), "arguments": _shapes((given, keywords))},
+                {"function": name_of(function), "arguments": _shapes((abstract, keywords))},
             )
         result = lowered.measure()
-    placement = _placement_notes((given, keywords), platform, mesh)
+    placement = _placement_notes((abstract, keywords), platform, mesh)
     notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 

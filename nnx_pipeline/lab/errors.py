@@ -52,8 +52,8 @@ def described(error: BaseException, most: int = 300) -> str:
     folders += [str(project / name) for name in ("nnx_pipeline", "linen_compat")]
     others = ("<", *(f"{folder}{os.sep}" for folder in folders))  # such as `<frozen importlib>`
     frames = traceback.extract_tb(error.__traceback__)
-    own = next((one for one in reversed(frames) if not one.filename.startswith(others)), None)
-    place = f" ({os.path.relpath(own.filename)}:{own.lineno}, in {own.name})" if own else ""
+    frame = next((one for one in reversed(frames) if not one.filename.startswith(others)), None)
+    place = f" ({os.path.relpath(frame.filename)}:{frame.lineno}, in {frame.name})" if frame else ""
     return f"{type(error).__name__}: {first}{place}"
 
 
@@ -105,12 +105,12 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 def unparsed(error: Exception, cure: str | None = None) -> str:
     """Why a text of YAML or JSON cannot be read; `cure` replaces the cure that the error has."""
     if isinstance(error, RecursionError):
-        reason, own = "its values are nested too deeply", "give something flatter"
+        reason, own_cure = "its values are nested too deeply", "give something flatter"
     else:
         # Python's own cure for a number of thousands of digits is a setting of the interpreter.
         said = " ".join(str(error).split())[:200].partition("; use sys.")[0]
-        reason, _, own = said.partition("; ")
-    return f"{reason}; {cure or own or 'correct the file'}"
+        reason, _, own_cure = said.partition("; ")
+    return f"{reason}; {cure or own_cure or 'correct the file'}"
 
 
 def kind_of(value: object) -> str:

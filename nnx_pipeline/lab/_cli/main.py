@@ -32,9 +32,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         cmd_name = OLD.get(cmd_name, cmd_name)
         if cmd_name not in self.commands:
-            found = entry_points(group=ADDED)
+            entries = entry_points(group=ADDED)
             # Where no command has the name, Click suggests one of those that are loaded.
-            for entry in found.select(name=cmd_name) or found:
+            for entry in entries.select(name=cmd_name) or entries:
                 self.add_command(entry.load(), entry.name)
         return self.commands.get(cmd_name)
 
@@ -44,8 +44,8 @@ class _Commands(click.Group):
         groups = {"Measure a program": measuring}
         groups["Train a model"] = [name for name in names if name not in measuring]
         for title, names in groups.items():
-            found = {name: self.get_command(ctx, name) for name in names}
-            rows = [(name, one.get_short_help_str()) for name, one in found.items() if one]
+            loaded = {name: self.get_command(ctx, name) for name in names}
+            rows = [(name, one.get_short_help_str()) for name, one in loaded.items() if one]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)

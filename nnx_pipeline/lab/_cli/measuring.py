@@ -40,9 +40,12 @@ def measured(
         if subject.config is not None:
             step = presets().measure_step
             return [step(subject.config, mesh, one, progress=say) for one in platforms]
-        grid, given = subject.inputs.on(mesh, platforms[0])
-        own = find_function(subject.name)
-        return [measure(own, *given, mesh=grid, platform=one, progress=say) for one in platforms]
+        grid, arguments = subject.inputs.on(mesh, platforms[0])
+        function = find_function(subject.name)
+        return [
+            measure(function, *arguments, mesh=grid, platform=one, progress=say)
+            for one in platforms
+        ]
 
 
 def run_measure(
@@ -61,9 +64,9 @@ def run_memory(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
 ) -> None:
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
-    found = [_with_buffers(result) for result in results]
+    attributions = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
-    for result, attribution in zip(results, found, strict=True):
+    for result, attribution in zip(results, attributions, strict=True):
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
             show(report.SAME_MEMORY, json_path=outputs.json_path)
@@ -82,7 +85,7 @@ def run_memory(
             "buffers": attribution.to_json(),
             "time_by_line": result.time and [dataclasses.asdict(row) for row in result.time.rows],
         }
-        for result, attribution in zip(results, found, strict=True)
+        for result, attribution in zip(results, attributions, strict=True)
     ]
     emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
@@ -108,18 +111,18 @@ def run_compare(
     outputs: Outputs,
 ) -> None:
     with progress() as say, compiler_errors():
-        grid, given = inputs.on(target.mesh_config, pairs[0][0])
+        grid, arguments = inputs.on(target.mesh_config, pairs[0][0])
         one, other = (
             f"{name}, {option}" if option else name
             for name, option in zip(names, target.options, strict=True)
         )
-        arms = functools.partial(compare, *map(find_function, names), *given, mesh=grid)
-        found = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
+        arms = functools.partial(compare, *map(find_function, names), *arguments, mesh=grid)
+        outcomes = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
     title = f"{names[0]} and {names[1]} on {target.mesh_config}, {target.platform}: per device"
-    report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
+    report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
-    outputs.write_outcomes(title, found)
-    if failed := [outcome.note for (outcome,) in found if outcome.failed]:
+    outputs.write_outcomes(title, outcomes)
+    if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         # Both kinds of matrix products may fail for the same reason, which is then given once.
         raise Failed("; ".join(dict.fromkeys(failed)))
 
@@ -133,8 +136,8 @@ def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str 
         say("tracing")
         if subject.config is None:
             # Linting only traces, so virtual CPU devices can stand for any others.
-            grid, given = subject.inputs.on(mesh, Platform("cpu"))
-            findings = lint(find_function(subject.name), *given, mesh=grid, limits=limits)
+            grid, arguments = subject.inputs.on(mesh, Platform("cpu"))
+            findings = lint(find_function(subject.name), *arguments, mesh=grid, limits=limits)
         else:
             findings = presets().lint_config(subject.config, mesh, limits)
     show(findings_view(subject.title(mesh), findings), json_path=json_path)

@@ -81,9 +81,9 @@ def _command_line() -> str:
     words = context.command_path.split()
     for parameter in context.command.params:
         name = parameter.name or ""
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         value = context.params.get(name)
-        if not given or name in _OUTPUTS:
+        if not is_given or name in _OUTPUTS:
             continue
         flag = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
         if value is True:

@@ -75,12 +75,12 @@ class Presets(Protocol):
 
 def presets() -> Presets:
     """What the installed package offers; raises InputError unless there is exactly one."""
-    found = {entry.value: entry for entry in entry_points(group=GROUP)}
-    if len(found) != 1:
+    entries = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(entries) != 1:
         raise InputError(
-            f"{', '.join(found) or 'no installed package'} offers presets (the entry points "
+            f"{', '.join(entries) or 'no installed package'} offers presets (the entry points "
             f"{GROUP}), and exactly one must; give a function, or install such a package"
         )
-    (entry,) = found.values()
+    (entry,) = entries.values()
     offered: Presets = entry.load()
     return offered

@@ -35,11 +35,11 @@ class Inputs:
         from nnx_pipeline.lab.compile._functions import arguments_of
         from nnx_pipeline.lab.compile._places import mesh_on
 
-        apart = self.inputs is not None and not platform.is_real
-        needed = config.num_devices if apart or platform.kind == "cpu" else 1
+        on_cpu = self.inputs is not None and not platform.is_real
+        needed = config.num_devices if on_cpu or platform.kind == "cpu" else 1
         mesh = mesh_on(config, platform.devices(needed))
-        place = mesh_on(config, jax.devices("cpu")) if apart else mesh
-        return mesh, arguments_of(self.inputs, self.arguments, place)
+        inputs_mesh = mesh_on(config, jax.devices("cpu")) if on_cpu else mesh
+        return mesh, arguments_of(self.inputs, self.arguments, inputs_mesh)
 
 
 inputs_options = bundled(
@@ -85,8 +85,8 @@ def is_function(name: str) -> bool:
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
     """What to measure, by the argument `name` or by `--model`; refuses options it would ignore."""
     if (name is None) == (chosen.model is None):
-        found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
-        raise InputError(f"give one thing to measure: {WHAT}; {found} given")
+        count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
+        raise InputError(f"give one thing to measure: {WHAT}; {count} given")
     named = name or str(chosen.model)
     if name is not None and is_function(name):
         if chosen.assignments:

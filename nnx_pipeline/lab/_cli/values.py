@@ -31,7 +31,7 @@ class Target:
     xla: tuple[str, ...] = ()
 
     def settled(self, *, on_mesh: bool = True) -> Self:
-        """With an installed compiler where no platform is named, which is said.
+        """Takes an installed compiler where no platform is named, and says so.
 
         `on_mesh` says whether the program needs a mesh also on one device.
         """
@@ -50,9 +50,9 @@ class Target:
     def mesh_config(self) -> MeshConfig:
         return MeshConfig.parse(self.mesh)
 
-    def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
-        """One platform for each kind of matrix products; settings in `own` win."""
-        settings = parse_settings(self.xla, own)
+    def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:
+        """One platform for each kind of matrix products; `arm_settings` win over `--xla`."""
+        settings = parse_settings(self.xla, arm_settings)
         platform = Platform.parse(self.platform).with_settings(settings)
         if self.gemm is not None and self.gemm not in (*GEMMS, "both"):
             raise InputError(
@@ -66,13 +66,13 @@ class Target:
                 )
             return [platform]
         chosen = GEMMS if self.gemm in (None, "both") else (self.gemm,)
-        if (asked := gemm_of(settings)) is not None:
-            if self.gemm not in (None, asked):
+        if (set_gemm := gemm_of(settings)) is not None:
+            if self.gemm not in (None, set_gemm):
                 raise InputError(
                     f"--gemm {self.gemm} and the compiler setting {TRITON_GEMM} contradict each "
                     "other; leave one of them out"
                 )
-            chosen = (asked,)
+            chosen = (set_gemm,)
         return [dataclasses.replace(platform, gemm=one) for one in chosen]
 
 
@@ -122,4 +122,5 @@ class TwoArms(Target):
         return ("with", "without") if one else ("without", "with")
 
     def pairs(self) -> list[tuple[Platform, Platform]]:
+        # An arm whose settings choose the matrix products stands beside Triton's alone.
         return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))

@@ -106,8 +106,8 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
         x = Axis(last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
         position, size = peak_of(arm.attribution)
-        place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
-        marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
+        at_peak = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
+        marks.append(element("span", class_=f"peak {arm.key}", style=at_peak, aria_hidden="true"))
         who = arm.label if arm.is_alone else f"{arm.key} ({arm.label})"
         where = f"position {position} of {last} in the schedule"
         words.append(f"{who} peaks at {megabytes(size)} MB, {where}")

@@ -21,12 +21,12 @@ def check_outputs(**paths: str | None) -> None:
 
     `-` is for `json` alone, and no two options may name the same file.
     """
-    given = {f"--{name}": path for name, path in paths.items() if path is not None}
-    for option, path in given.items():
+    files = {f"--{name}": path for name, path in paths.items() if path is not None}
+    for option, path in files.items():
         if path == "-" and option != "--json":
             raise InputError(f"{option} -: only JSON goes to standard output; name a file")
         check_writable(path, option)
-        same = [o for o, p in given.items() if Path(p).resolve() == Path(path).resolve()]
+        same = [o for o, p in files.items() if Path(p).resolve() == Path(path).resolve()]
         is_device = Path(path).exists() and not Path(path).is_file()
         if len(same) > 1 and not is_device:
             raise InputError(f"{' and '.join(same)} both write {path}; name two files")

@@ -125,14 +125,14 @@ def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
     axes.set_xticks(places, sweep.names())
     for colour, (label, points) in zip(ARM_COLOURS, sweep.arms, strict=False):
         figures = [point.figure(name) for point in points]
-        found = [(x, y / unit) for x, y in zip(places, figures, strict=True) if y is not None]
-        words = label if found else f"{label}: –"
+        known = [(x, y / unit) for x, y in zip(places, figures, strict=True) if y is not None]
+        words = label if known else f"{label}: –"
         if fit := sweep.fit(name, label):
             words = f"{label}: {fit.slope / unit:+,.4g} per unit"
             limits = [min(places), max(places)]
             line = [(fit.intercept + fit.slope * x) / unit for x in limits]
             axes.plot(limits, line, color=colour, linestyle="--", linewidth=1)
-        axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
+        axes.plot([x for x, _ in known], [y for _, y in known], "o", color=colour, label=words)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     if all(point.figure(name) is None for _, points in sweep.arms for point in points):
         axes.set_yticks([])  # a scale would show numbers that nothing has

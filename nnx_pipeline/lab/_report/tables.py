@@ -219,17 +219,17 @@ def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def show_outcomes(
-    title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
+    title: str, by_gemm: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
     """Shows the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
     result: dict[str, object] = {"schema": 1, "platform": platform}
-    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
+    for key, outcomes in zip(("experiments", "experiments_cublas"), by_gemm, strict=False):
         result[key] = [outcome.to_json() for outcome in outcomes]
-    both = len(found) > 1
+    both = len(by_gemm) > 1
     named = f"{title}, matrix products by {GEMM_NAMES['triton']}" if both else title
-    show(outcomes_view(named, found[0], hint=not both), json_path=json_path)
+    show(outcomes_view(named, by_gemm[0], hint=not both), json_path=json_path)
     if both:
-        pairs = zip(*found, strict=True)
+        pairs = zip(*by_gemm, strict=True)
         differing = [
             other for one, other in pairs if figures.differ_by_gemm(one, other) or other.failed
         ]

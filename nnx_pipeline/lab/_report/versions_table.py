@@ -109,7 +109,7 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def _remarks(rows: Sequence[Row], done: Sequence[Row]) -> list[Text]:
-    own = written(done[0]["xla"]) if done else ""
+    settings = written(done[0]["xla"]) if done else ""
     left_out = "left out, because the compiler does not take it"
     notes = [
         f"jax {row['version']}: {note}"
@@ -117,7 +117,7 @@ def _remarks(rows: Sequence[Row], done: Sequence[Row]) -> list[Text]:
         for note in (*(f"{left_out}: {name}" for name in row["xla_left_out"]), *row["notes"])
     ]
     is_of_cpu = any(row["platform"] == "cpu" for row in done)
-    remarks = [Remark(f"compiler settings: {own}")] if own else []
+    remarks = [Remark(f"compiler settings: {settings}")] if settings else []
     remarks += warnings([*notes, *[CPU_WARNING] * is_of_cpu])
     failed = [row for row in rows if row["error"]]
     remarks += [Remark(f"jax {row['version']}: {row['error']}", "error") for row in failed]

@@ -139,8 +139,8 @@ class Sweep:
                 }
             )
         along = {field: list(values) for field, values in self.along}
-        found = {"schema": 1, "platform": self.platform, "field": self.field}
-        return {**found, "along": along, "arms": arms}
+        head = {"schema": 1, "platform": self.platform, "field": self.field}
+        return {**head, "along": along, "arms": arms}
 
 
 def _is_number(value: object) -> bool:

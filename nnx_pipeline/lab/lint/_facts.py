@@ -63,13 +63,13 @@ class LintedProgram:
         return self._is_parameter[value]
 
     def _comes_from_parameters(self, value: Value) -> bool:
-        found = False
+        is_reached = False
         for step in _history(value, _of_parameter):
             if step.way == "argument" and step.number in self.parameters:
-                found = True
+                is_reached = True
             elif step.way not in _LINKS and not _of_parameter(step):
                 return False
-        return found
+        return is_reached
 
     def is_gradient(self, value: Value) -> bool:
         """Whether a value adds up products of two arrays that are not parameters.

@@ -107,20 +107,20 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
 
 def _made_of(value: Value, array: Value) -> set[str]:
     """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
-    waiting, seen, found = [value], {value}, set()
+    waiting, seen, origins = [value], {value}, set()
     while waiting:
         one = facts.made_from(waiting.pop(), _SHAPING)
         if one == array or not isinstance(one.variable, Var):
-            found.add("array" if one == array else "literal")
+            origins.add("array" if one == array else "literal")
             continue
         step = step_back(one)
         if step.way != "made":
             return set()
         if step.primitive == "iota":
-            found.add("iota")
+            origins.add("iota")
         waiting += [operand for operand in step.values if operand not in seen]
         seen.update(step.values)
-    return found
+    return origins
 
 
 def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:

@@ -92,10 +92,10 @@ def saved_names(policy: object) -> set[str] | None:
 
 def _recomputed(program: LintedProgram, scope: JaxprScope, equation: JaxprEqn) -> ArraySize:
     total, known = 0, True
-    for place, one in _again(scope, equation):
+    for body, one in _again(scope, equation):
         if one.primitive.name not in _FREE:
             for variable in one.outvars:
-                size, per_device = program.device_bytes(place.value(variable))
+                size, per_device = program.device_bytes(body.value(variable))
                 total, known = total + size, known and per_device
     return ArraySize(total, known)
 

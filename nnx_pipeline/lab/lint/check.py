@@ -86,7 +86,7 @@ def _under(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManage
 
 def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
     """The findings of all rules, largest first; of one rule and line only the largest."""
-    found: dict[object, list[Finding]] = {}
+    by_line: dict[object, list[Finding]] = {}
     for name, rule in RULES.items():
         for location, size, what, cure in rule.find(program, getattr(limits, rule.limit)):
             finding = Finding(
@@ -98,10 +98,10 @@ def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
                 what=what,
                 cure=cure,
             )
-            found.setdefault((name, location), []).append(finding)
+            by_line.setdefault((name, location), []).append(finding)
     merged = [
         dataclasses.replace(max(same, key=lambda finding: finding.bytes), times=len(same))
-        for same in found.values()
+        for same in by_line.values()
     ]
     return sorted(merged, key=lambda finding: (-finding.bytes, finding.rule, finding.location))
 

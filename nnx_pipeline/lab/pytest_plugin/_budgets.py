@@ -61,10 +61,8 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         name, unit, number = _wording(self.figure, max(self.budget, self.measured or 0))
         if self.measured is None:
-            given = (
-                "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
-            )
-            return f"{name} has a budget of {number(self.budget)} {unit} and {given}"
+            why = "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
+            return f"{name} has a budget of {number(self.budget)} {unit} and {why}"
         difference = self.measured - self.budget
         share = f" ({difference / self.budget:+.1%})" if self.budget else ""
         side = "above" if difference > 0 else "below"

@@ -91,9 +91,9 @@ class CompileMemory:
         settings = f" with {written(measurement.xla)}" if measurement.xla else ""
         key = Key(self._test, name, f"{measurement.platform}{settings}", compiler)
         figures = budgets.figures_of(result)
-        given = {figure: value for figure, value in figures.items() if value is not None}
+        known = {figure: value for figure, value in figures.items() if value is not None}
         # To ask twice with the same figures is no contradiction.
-        if self._results.requested.setdefault(key, given) != given:
+        if self._results.requested.setdefault(key, known) != known:
             raise InputError(f"{key} has two different budgets; name each by within_budget(name)")
         if session.update:
             return
