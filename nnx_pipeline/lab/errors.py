@@ -156,7 +156,7 @@ def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
 
 
 def is_divisor(value: int, whole: int, *, rule: str) -> None:
-    """Raises InputError, `rule` and all divisors of `whole`, unless `value` is one of them."""
+    """Raises InputError with all divisors of `whole` unless `value` is one of them."""
     if whole % value:
         small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
         fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))

@@ -83,7 +83,7 @@ def is_function(name: str) -> bool:
 
 
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
-    """What to measure, by the argument `name` or by `--model`; refuses options it would ignore."""
+    """What to measure, by `name` or by `--model`; raises InputError for options without use."""
     if (name is None) == (chosen.model is None):
         count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
         raise InputError(f"give one thing to measure: {WHAT}; {count} given")
@@ -113,7 +113,7 @@ def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OfSubject(click.Command):
-    """A command that is given what it measures; it says the new spelling after an old one."""
+    """A command that is given what it measures; after an old spelling it says the new one."""
 
     def invoke(self, ctx: click.Context) -> Any:
         result = super().invoke(ctx)

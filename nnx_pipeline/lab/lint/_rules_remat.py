@@ -78,7 +78,7 @@ def _is_backward(equation: JaxprEqn) -> bool:
 
 
 def saved_names(policy: object) -> set[str] | None:
-    """The names that a policy was made with, in its closure or fields; None if it has no names."""
+    """The names in the closure or fields of a policy; None if it does not go by names."""
     values = dict(getattr(policy, "__dict__", {}))
     if inspect.isfunction(policy):
         values |= inspect.getclosurevars(policy).nonlocals
