@@ -353,7 +353,7 @@ MUTATIONS = (
         "test_compiler_settings",
     ),
     Mutation(
-        "nnx_pipeline/lab/_cli/environments.py",
+        "nnx_pipeline/lab/_cli/across.py",
         "building.rename(home)",
         "pass",
         "test_across",
@@ -498,14 +498,14 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/lab/lint/_rules_arrays.py",
-        "            if size >= limits.large:\n",
-        "            if size > limits.large:\n",
+        "            if size.bytes >= limit:\n",
+        "            if size.bytes > limit:\n",
         "test_lint",
     ),
     Mutation(
         "nnx_pipeline/lab/lint/_rules_loops.py",
-        "if size >= limits.large:",
-        "if size < limits.large:",
+        "if size.bytes >= limit and program.is_parameter(entry):",
+        "if size.bytes < limit and program.is_parameter(entry):",
         "test_lint",
     ),
     Mutation(

@@ -21,7 +21,7 @@ from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE
 from linen_compat.formats._streams import Mismatch, Progress
 from nnx_pipeline.lab._cli.support import Failed
-from nnx_pipeline.lab._report.columns import Column, Columns, figures
+from nnx_pipeline.lab._report.columns import Column, Columns, number_columns
 from nnx_pipeline.lab._report.output import Screen, check_writable, emit_json, show
 from nnx_pipeline.lab.errors import counted, printable
 
@@ -150,7 +150,7 @@ def _diagnosis(found: checking.Diagnosis) -> RenderableType:
         f"{found.format}: {counted(found.num_layers, 'layer')}, {counted(found.stages, 'stage')}, "
         f"{counted(found.repeats, 'repeat')}"
     )
-    table = Columns([Column("leaves"), *figures("number")])
+    table = Columns([Column("leaves"), *number_columns("number")])
     for row in counts.items():
         table.add_row(*map(str, row))
     rows = [f"  recast: {d.leaf} from {d.found} to {d.expected}" for d in result.recast]

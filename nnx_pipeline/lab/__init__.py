@@ -1,8 +1,4 @@
-"""What a program costs: compiled for an accelerator that is not there, and compared.
-
-Nothing here knows a model, a config or a pipeline. Whoever has presets offers them to the commands
-by the entry points that `presets` describes.
-"""
+"""What a program costs: compiled for an accelerator that is not there, and compared."""
 
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,9 @@
 """Ends a command on SIGINT or SIGTERM: at once, with a one-line message and no unfinished file.
 
-By default Python raises KeyboardInterrupt in the main thread once that returns from C++: after a
-compile of minutes, or in a callback of JAX that swallows it. The interpreter then shuts down while
-threads of XLA still run, which ends in a segmentation fault. In this module a separate thread is
-told of the signal at once, removes unfinished files, prints a line and ends the process. Nothing
-happens before a command calls `answer`.
+By default Python raises KeyboardInterrupt only when the main thread returns from C++, after minutes
+of compiling, and shuts down while threads of XLA still run, which ends in a segmentation fault.
+Here a thread of its own hears the signal, removes unfinished files, prints a line and ends the
+process.
 """
 
 import _thread
@@ -32,9 +31,8 @@ _answering: list["_Answer"] = []
 def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
     """Calls `undo` if the command is interrupted or terminated within the context.
 
-    - `undo`: removes something unfinished. It is called in another thread, at any point of the
-      context. So it must import nothing, take no lock that the main thread may hold, and accept
-      that what it removes does not exist.
+    It runs in another thread, at any point of the context. So it must import nothing, take no lock
+    that the main thread may hold, and accept that what it removes does not exist.
     """
     entry = object()
     _undo[entry] = undo
@@ -45,29 +43,17 @@ def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def add_note(text: str) -> None:
-    """Adds `text`, once, to the line printed when the command is ended: such as what it saved."""
+    """Adds a text, once, to the line printed when the command is ended: such as what it saved."""
     if text not in _notes:
         _notes.append(text)
 
 
 def line(name: str, code: int, cleared: str = CLEARED) -> str:
-    """The line that a command prints when it was interrupted or terminated.
-
-    - `name`: of the command.
-    - `code`: the exit code, `INTERRUPTED` or `TERMINATED`.
-    - `cleared`: says whether unfinished files were removed.
-    """
     return f"{name}: {'; '.join([_WORDS[code], cleared, *_notes])}"
 
 
 @contextlib.contextmanager
 def answering(name: str) -> Iterator[None]:
-    """Handles the signals as `answer` does, within the context only.
-
-    - `name`: of the command, for the line that it prints.
-
-    If the signals are handled so already, only the notes of an earlier command are cleared.
-    """
     _notes.clear()
     begun = answer(name)
     try:
@@ -78,13 +64,10 @@ def answering(name: str) -> Iterator[None]:
 
 
 def answer(name: str) -> "_Answer | None":
-    """From now on, SIGINT (exit code 130) and SIGTERM (143) end this process as described above.
+    """Ends this process from now on at SIGINT (exit code 130) and SIGTERM (143).
 
-    - `name`: of the command, for the line that it prints.
-
-    Returns None, and does nothing, if the signals are handled so already, and outside the main
-    thread, because only the main thread may set handlers. A signal that this process was started
-    to ignore stays ignored.
+    Does nothing if it does so already, and outside the main thread, which alone may set handlers. A
+    signal that this process was started to ignore stays ignored.
     """
     if _answering or threading.current_thread() is not threading.main_thread():
         return None
@@ -96,8 +79,6 @@ def answer(name: str) -> "_Answer | None":
 
 
 class _Answer:
-    """The signal handlers, and the thread that is told of signals while the main one is in C++."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         # Each lock is taken once and never released: clearing begins once, the line is said once.
@@ -114,7 +95,6 @@ class _Answer:
         _answering.append(self)
 
     def stop(self) -> None:
-        """Restores the signal handlers that were set before."""
         _answering.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -138,7 +118,6 @@ class _Answer:
             time.sleep(60)
 
     def _end(self, code: int, at_once: bool = False) -> None:
-        """Starts to end the process, in other threads unless `at_once` is given."""
         if at_once:
             self._leave(code, "a second signal cut short the removal of unfinished files")
         elif self._begun.acquire(blocking=False):
@@ -148,14 +127,12 @@ class _Answer:
             _thread.start_new_thread(self._give_up, (code,))
 
     def _clear(self, code: int) -> None:
-        """Removes everything unfinished, the newest first, and ends the process."""
         for undo in reversed(list(_undo.values())):
             with contextlib.suppress(Exception):
                 undo()
         self._leave(code)
 
     def _give_up(self, code: int) -> None:
-        """Ends the process after `_PATIENCE` seconds, even if `_clear` is not done."""
         time.sleep(_PATIENCE)
         self._leave(code, "the removal of unfinished files took too long")
 

@@ -1,7 +1,4 @@
-"""Files, pictures and the standard streams; an interruption never leaves half a file.
-
-Matplotlib is imported only when a picture is asked for.
-"""
+"""Files, pictures and the standard streams; an interruption never leaves half a file."""
 
 import functools
 import io
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
 KINDS = (".png", ".svg")
 TEMPORARY = ".nnx-pipeline."  # begins the name of a file that is not yet complete
-
-
 # Of a file that is read as a whole: of settings and timetables, and of texts to train on.
 MOST_SETTINGS, MOST_TEXT = 2**28, 2**31
 # What begins as an address does, or with the name of a store alone, as `gs:bucket`.
@@ -32,13 +27,7 @@ _waiting: dict[Path, int] = {}  # pipes that are open until their text is writte
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or a folder that the user named.
-
-    - `path`: of the file system. One that begins as an address does, such as `gs://`, is never a
-      folder of that name: what was to be in an object store would be on this disk.
-
-    Raises InputError for an address.
-    """
+    """The path that a user named; raises InputError for an address such as `gs://…`."""
     named = os.fspath(path)
     if _ADDRESS.match(named):
         raise InputError(
@@ -46,31 +35,29 @@ def local(path: str | os.PathLike[str]) -> Path:
             "written; copy what it names, and give the path of the copy, or begin it with ./ where "
             "a folder here has that name"
         )
-    found = Path(named)
+    local_path = Path(named)
     # Without its `./` it would be taken for an address where it comes by here again.
-    return found.absolute() if _ADDRESS.match(str(found)) else found
+    return local_path.absolute() if _ADDRESS.match(str(local_path)) else local_path
 
 
 def hold_pipe(path: str | os.PathLike[str]) -> None:
-    """Opens a pipe for `write_whole`, so that its reader stays; of other files nothing is done.
+    """Opens a pipe for `write_whole`, so that its reader stays; does nothing for another file.
 
-    Raises OSError, of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
+    Raises OSError of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
     """
-    found = local(path)
-    if found.is_fifo():
-        opened = os.open(found, os.O_WRONLY | os.O_NONBLOCK)
-        if found in _waiting:
-            os.close(_waiting[found])
-        _waiting[found] = opened
+    pipe = local(path)
+    if pipe.is_fifo():
+        opened = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        if pipe in _waiting:
+            os.close(_waiting[pipe])
+        _waiting[pipe] = opened
 
 
 def write_whole(path: str, content: bytes) -> None:
     """Writes the whole file or nothing; an old file stays until the new one is complete.
 
-    - `path`: a link is followed; a device or a pipe is written to directly.
-
-    The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
-    which names `path` and not a temporary file.
+    A link is followed; a device or a pipe is written to directly. Raises OSError, which names
+    `path` and not a temporary file.
     """
     target = local(path)
     try:
@@ -86,11 +73,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Writes a file under another name in the same folder and renames it.
-
-    - `target`: the file; a link, a pipe or anything else of that name is replaced and not written
-      to, but for a folder.
-    """
+    """Writes a file by renaming another one in its folder; a link of that name is replaced."""
     old = target.lstat().st_mode if os.path.lexists(target) else 0
     mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
     # The temporary name does not contain the target's, which may have the greatest length allowed.
@@ -115,41 +98,32 @@ def _umask() -> int:
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes text in UTF-8: the whole file or nothing, as `write_whole`."""
     write_whole(path, text.encode())
 
 
 def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
-    """The text of a file, in UTF-8 with or without a mark at its beginning.
+    """The text of a regular file of `most` bytes or fewer, in UTF-8 with or without a mark.
 
-    - `path`: of a regular file: a pipe would be waited for, and a device may have no end.
-    - `most`: bytes that it may have.
-
-    Raises InputError for anything else than a regular file and for one that is too large, OSError,
-    and UnicodeDecodeError.
+    Raises InputError for another one: a pipe would be waited for, and a device may have no end.
     """
-    with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+    with open(local(path), encoding="utf-8-sig", opener=_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
-        if found.st_size > most:
+        if status.st_size > most:
             raise InputError(
-                f"{path} cannot be read: it has {found.st_size:,} bytes, more than {most:,}; name "
+                f"{path} cannot be read: it has {status.st_size:,} bytes, more than {most:,}; name "
                 "another file"
             )
         return file.read()
 
 
-def _at_once(path: str, flags: int) -> int:
+def _without_waiting(path: str, flags: int) -> int:
     """Opens a file; a pipe too, without waiting until somebody writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: str, most: int = MOST_SETTINGS) -> str:
-    """The text of a file that the user named; raises InputError where it cannot be read.
-
-    - `most`: bytes that it may have.
-    """
     try:
         return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:
@@ -158,17 +132,13 @@ def read_text(path: str, most: int = MOST_SETTINGS) -> str:
 
 
 def say(text: str, keep: str = "") -> None:
-    """Writes a text as a line to standard error, at once: other threads write there too.
-
-    - `keep`: characters that stay as they are, such as the newlines of a help.
-    """
+    """Writes a line to standard error at once; characters in `keep` stay as they are."""
     # In one piece, as `print` does not.
     sys.stderr.write(f"{printable(text, keep)}\n")
     sys.stderr.flush()
 
 
 def write_output(text: str) -> None:
-    """Writes a text to standard output, with its newlines and tabs and a newline after it."""
     print(printable(text, keep="\n\t"))
 
 
@@ -179,11 +149,6 @@ def use_any_encoding() -> None:
 
 
 def check_picture(path: str | None, option: str = "--picture") -> None:
-    """Raises InputError if no picture can be written to `path`; to be called before any work.
-
-    - `path`: must end in `.png` or `.svg`, and needs matplotlib; None for no picture.
-    - `option`: the command-line option that the error message names.
-    """
     if path is None:
         return
     if Path(path).suffix.lower() not in KINDS:
@@ -192,10 +157,6 @@ def check_picture(path: str | None, option: str = "--picture") -> None:
 
 
 def save_figure(figure: "Figure", path: str) -> None:
-    """Writes a figure as PNG or SVG: the whole file or nothing.
-
-    - `path`: the file; its suffix, `.png` or `.svg`, decides the format.
-    """
     import matplotlib
     from matplotlib.text import Text
 
@@ -213,12 +174,7 @@ def save_figure(figure: "Figure", path: str) -> None:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever has the higher contrast on `colour` by the WCAG formula.
-
-    - `colour`: a background such as `#1f77b4`.
-
-    WCAG are the Web Content Accessibility Guidelines.
-    """
+    """Black or white, whichever has the higher contrast on a `#rrggbb` by the WCAG formula."""
     channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     weights = (0.2126, 0.7152, 0.0722)
     luminance = sum(w * c**2.2 for w, c in zip(weights, channels, strict=True))

@@ -1,4 +1,4 @@
-"""Public names of a package whose modules are imported when a name is first asked for."""
+"""Imports the modules of a package's public names when a name is first asked for."""
 
 import ast
 import importlib
@@ -9,13 +9,11 @@ from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of a package.
+    """The functions `__getattr__` and `__dir__` of a package with this dotted name.
 
-    Its names and their modules are what its `__init__` imports under `if TYPE_CHECKING`. Importing
-    such a package alone imports no JAX: pytest imports the package of the plugin before any
-    `conftest.py` can set JAX's flags, and `--help` should answer at once.
-
-    - `package`: its dotted name.
+    Its names are what its `__init__` imports under `if TYPE_CHECKING`. So the package alone imports
+    no JAX: pytest imports that of the plugin before any `conftest.py` can set JAX's flags, and
+    `--help` should answer at once.
     """
     module = sys.modules[package]
     text = Path(module.__file__ or "").read_text(encoding="utf-8")
@@ -31,8 +29,8 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     def get(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        place, own = home[name]
-        value = getattr(importlib.import_module(place), own)
+        source, origin = home[name]
+        value = getattr(importlib.import_module(source), origin)
         setattr(module, name, value)
         return value
 

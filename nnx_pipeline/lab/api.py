@@ -22,8 +22,6 @@ from nnx_pipeline.lab.mesh import MeshConfig
 
 
 class _Target(NamedTuple):
-    """What to compile for: the platform, the mesh laid over its devices, and the first device."""
-
     platform: Platform
     mesh: Mesh | None
     device: jax.Device
@@ -57,17 +55,13 @@ def measure(
 
 
 def _measured(
-    function: Callable[..., object],
-    arguments: tuple[object, ...],
-    target: _Target,
-    clock: Clock,
+    function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
-    """The measurement of one call, and its trace."""
     platform, mesh, device = target
     check_sizes(arguments)
     call = Call.of(function, arguments)
-    given, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
-    call = dataclasses.replace(call, arguments=given, keywords=keywords)
+    abstract, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
+    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
@@ -77,25 +71,19 @@ def _measured(
                 platform,
                 clock,
                 dict(mesh.shape) if mesh is not None else {},
-                {"function": name_of(function), "arguments": _shapes((given, keywords))},
+                {"function": name_of(function), "arguments": _shapes((abstract, keywords))},
             )
         result = lowered.measure()
-    places = [
-        *_host_notes((given, keywords), platform),
-        *_whole_notes((given, keywords), mesh),
-    ]
-    notes = [*traced.notes, *result.notes, *places]
+    placement = _placement_notes((abstract, keywords), platform, mesh)
+    notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
 @contextlib.contextmanager
 def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
-    """A context without a mesh, in which JAX says what kind of device a program is traced for.
-
-    - `arguments`: where one of them is in memory that the device does not list, as on the topology
-      of a GPU, it is on an abstract mesh, which JAX lowers under a mesh alone.
-    """
+    """A context without a mesh, in which JAX says what kind of device a program is traced for."""
     alone = Mesh(np.array([device]), ("device",))
+    # Memory that a device does not list, as on the topology of a GPU, is lowered on a mesh alone.
     if not device.addressable_memories() and any(map(memory_kind, jax.tree.leaves(arguments))):
         with jax.set_mesh(alone):
             yield
@@ -119,16 +107,15 @@ def compare(
 ) -> Outcome:
     """Measures two functions of the same arguments and compares their memory.
 
-    - `function_a`, `function_b`: the two functions, each as for `measure`.
-    - `arguments`, `mesh`, `progress`: as for `measure`.
+    - `function_a`, `function_b`, `arguments`, `mesh`, `progress`: as for `measure`.
     - `platform`: as for `measure`, or one for each function: the same platform with different
       settings of the compiler. With one function given twice, it is these that are compared.
     - `labels`: what the two are called; None for `module:function` of each.
 
     The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller, see
-    `Outcome.verdict_by`. If one of the functions cannot be traced or compiled, the note says why,
-    and the figures of the other one are given. Results that differ in shape, dtype or place are a
-    warning in the note. The numbers that the functions compute are not compared.
+    `Outcome.verdict_by`. If a function cannot be traced or compiled, the note says why, and the
+    other one's figures are given. Results that differ in shape, dtype or place are a warning in the
+    note. The numbers that the functions compute are not compared.
 
     Raises InputError as `measure` does.
     """
@@ -152,14 +139,9 @@ def compare(
             raise
         except Exception as error:  # a function may break any compiler in any way
             results.append(described(error, most=200))
-    labels = labels or (name_of(function_a), name_of(function_b))
-    question = Question(
-        name="compare",
-        claim="",
-        difference="two functions" if function_a is not function_b else "compiler settings",
-        labels=labels,
-        judged_by="account",
-    )
+    what = "two functions" if function_a is not function_b else "compiler settings"
+    arms = labels or (name_of(function_a), name_of(function_b))
+    question = Question(name="compare", claim="", difference=what, labels=arms, judged_by="account")
     outcome = compare_measurements(question, results[0], results[1])
     notes = [*_different_results(traced), outcome.note]
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
@@ -185,7 +167,6 @@ def _platform(platform: Platform | str) -> Platform:
 
 
 def _different_results(traced: Sequence[Traced]) -> list[str]:
-    """Notes on results of the two functions that differ in shape, dtype or place."""
     if len(traced) < 2:
         return []
     one, other = traced
@@ -206,27 +187,23 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
     return notes
 
 
-def _whole_notes(arguments: object, mesh: Mesh | None) -> list[str]:
-    """A note where each device holds all arguments whole, which is seldom meant on a mesh."""
-    leaves = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "sharding")]
-    if mesh is None or mesh.size == 1 or not leaves:
-        return []
-    if any(any(getattr(leaf.sharding, "spec", ())) for leaf in leaves):
-        return []
-    return [
-        f"no argument is sharded: each of the {mesh.size} devices holds all of the arguments whole"
-    ]
-
-
-def _host_notes(arguments: object, platform: Platform) -> list[str]:
-    """A note that the CPU compiler counts arguments in host memory as memory of the device."""
-    on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
-    if not on_host or platform.kind != "cpu":
-        return []
-    return [
-        f"arguments in {memory_kind(on_host[0])} (here {len(on_host)}) count as device memory: the "
-        "CPU compiler knows no other"
-    ]
+def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -> list[str]:
+    """What is seldom meant: arguments in host memory on the CPU, or all whole on a mesh."""
+    notes, leaves = [], jax.tree.leaves(arguments)
+    on_host = [leaf for leaf in leaves if memory_kind(leaf)]
+    if on_host and platform.kind == "cpu":
+        notes.append(
+            f"arguments in {memory_kind(on_host[0])} (here {len(on_host)}) count as device memory: "
+            "the CPU compiler knows no other"
+        )
+    shardings = [leaf.sharding for leaf in leaves if hasattr(leaf, "sharding")]
+    is_split = any(any(getattr(sharding, "spec", ())) for sharding in shardings)
+    if mesh is not None and mesh.size > 1 and shardings and not is_split:
+        notes.append(
+            f"no argument is sharded: each of the {mesh.size} devices holds all of the arguments "
+            "whole"
+        )
+    return notes
 
 
 def _shapes(arguments: object) -> list[str]:

@@ -20,14 +20,7 @@ _ACTING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""A text that can be shown: characters on which a terminal acts are written as escapes.
-
-    - `text`: such as the name of a tensor or a file, which others may have chosen.
-    - `keep`: characters that stay as they are, such as a newline.
-
-    >>> printable("norm\x1b[31m")
-    'norm\\x1b[31m'
-    """
+    """Writes characters on which a terminal acts as escapes, except those in `keep`."""
     return _ACTING.sub(lambda at: at[0] if at[0] in keep else repr(at[0])[1:-1], text)
 
 
@@ -51,9 +44,7 @@ class InputError(ValueError):
 def described(error: BaseException, most: int = 300) -> str:
     """Type and first line of an exception, and the line of the user's source that it came from.
 
-    - `error`: with its traceback. The line is the innermost one outside of Python, installed
-      packages and this project, such as `(step.py:12, in loss)`; it is left out if there is none.
-    - `most`: characters of the first line.
+    That is the innermost line outside of Python, installed packages and this project, if any.
     """
     first = (str(error).strip().splitlines() or [""])[0][:most]
     paths, project = sysconfig.get_paths(), Path(__file__).parents[2]
@@ -61,42 +52,28 @@ def described(error: BaseException, most: int = 300) -> str:
     folders += [str(project / name) for name in ("nnx_pipeline", "linen_compat")]
     others = ("<", *(f"{folder}{os.sep}" for folder in folders))  # such as `<frozen importlib>`
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(others)]
-    if not own:
-        return f"{type(error).__name__}: {first}"
-    place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
-    return f"{type(error).__name__}: {first} ({place})"
+    frame = next((one for one in reversed(frames) if not one.filename.startswith(others)), None)
+    place = f" ({os.path.relpath(frame.filename)}:{frame.lineno}, in {frame.name})" if frame else ""
+    return f"{type(error).__name__}: {first}{place}"
 
 
 class Note(UserWarning):
-    """Something about what the user gave that stops nothing; commands print it as one line."""
+    """A warning about what the user gave; commands print it as one line and go on."""
 
 
 def note(message: str) -> None:
-    """Warns of something that the user should know, and that stops nothing."""
     warnings.warn(message, Note, stacklevel=2)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A suggestion for an unknown name: the nearest known one, or the list of all known ones.
-
-    >>> nearest("mixtral-smal", ["tiny", "mixtral-small"])
-    "did you mean 'mixtral-small'?"
-    """
+    """A suggestion for an unknown name: the nearest known one, or the list of all known ones."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
 
 
 def optional(module: str, extra: str, user: str) -> ModuleType:
-    """The module of a package that only an extra of this one brings, imported where it is used.
-
-    - `module`: its dotted name, such as `matplotlib.figure`.
-    - `extra`: the extra, which the error names.
-    - `user`: what needs the package, as the error begins.
-
-    Raises InputError where it cannot be imported.
-    """
+    """Imports a module that an extra brings; raises InputError, which begins with `user`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -105,29 +82,18 @@ def optional(module: str, extra: str, user: str) -> ModuleType:
 
 
 def install(extra: str) -> str:
-    """The command that brings an extra of this package."""
     return f"pip install 'nnx-pipeline[{extra}]'"
 
 
 def shown(value: object) -> str:
-    """A value in a message as Python writes it, shortened if it is long, deep or huge.
-
-    >>> shown([[["a"]]])
-    "[[['a']]]"
-    """
+    """A value in a message as Python writes it, shortened if it is long, deep or huge."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"  # Python refuses to write some of them
     return _BRIEF.repr(value)
 
 
 def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, for `json.loads(…, object_pairs_hook=once)`.
-
-    Raises ValueError where a name stands in it twice: JSON alone would take the last value.
-
-    >>> once([("a", 1), ("b", 2)])
-    {'a': 1, 'b': 2}
-    """
+    """The object of JSON with these pairs; raises ValueError for a name that stands there twice."""
     found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
@@ -137,52 +103,34 @@ def once(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def unparsed(error: Exception, cure: str | None = None) -> str:
-    """Why a text of YAML or JSON cannot be read, with the cure, in one line.
-
-    - `error`: which the parser raised.
-    - `cure`: takes the place of the cure that the error has.
-    """
+    """Why a text of YAML or JSON cannot be read; `cure` replaces the cure that the error has."""
     if isinstance(error, RecursionError):
-        reason, own = "its values are nested too deeply", "give something flatter"
+        reason, own_cure = "its values are nested too deeply", "give something flatter"
     else:
         # Python's own cure for a number of thousands of digits is a setting of the interpreter.
         said = " ".join(str(error).split())[:200].partition("; use sys.")[0]
-        reason, _, own = said.partition("; ")
-    return f"{reason}; {cure or own or 'correct the file'}"
+        reason, _, own_cure = said.partition("; ")
+    return f"{reason}; {cure or own_cure or 'correct the file'}"
 
 
 def kind_of(value: object) -> str:
-    """What a value is, in a message: dtype and shape of an array, of anything else its type.
-
-    >>> kind_of([1, 2])
-    'list'
-    """
+    """Dtype and shape of an array, and of anything else its type."""
     dtype = getattr(value, "dtype", None)
     return type(value).__name__ if dtype is None else f"{dtype}{[*getattr(value, 'shape', ())]}"
 
 
 def counted(number: int | None, what: str) -> str:
-    """A number of things: `1 repeat`, `2 stages`, `2 branches`.
-
-    - `number`: how many; None where it is not known.
-    - `what`: one of them.
-    """
+    """A number of things, of which `what` names one: `1 repeat`, `2 stages`, `2 branches`."""
     ending = "es" if what.endswith("ch") else "s"
     return f"{number} {what}{'' if number == 1 else ending}"
 
 
 def do_not_split(number: int, what: str) -> str:
-    """`1 layer does not split` or `2 layers do not split`; both arguments are as of `counted`."""
     return f"{counted(number, what)} {'does' if number == 1 else 'do'} not split"
 
 
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
-    """Raises InputError unless `value` is among `choices`.
-
-    - `field`: the name of the value in the error message.
-    - `value`: what is checked.
-    - `choices`: the values that are allowed; a value of another type is not, even if it is equal.
-    """
+    """Raises InputError unless `value` is among `choices` and of the same type as that choice."""
     choices = tuple(choices)
     # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
@@ -194,22 +142,12 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
 
 
 def of_type(name: str, value: object, kind: type) -> None:
-    """Raises InputError unless a value is of a type.
-
-    - `name`: what to call the value in the error message.
-    """
     if not isinstance(value, kind):
         raise InputError(f"{name} is of type {type(value).__name__}; give {kind.__name__}")
 
 
 def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
-    """Raises InputError unless `divisor` divides `value`.
-
-    - `divisor`: a whole number of 1 or more.
-    - `value`: the number that it must divide.
-    - `rule`: the text that says what does not divide; the error adds the nearest fitting values.
-    - `cure`: another cure, which the error adds after those.
-    """
+    """Raises InputError with the nearest multiples unless `divisor` divides `value`."""
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
         fitting = f"{below} or {above}" if below else f"{above}"
@@ -218,12 +156,7 @@ def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
 
 
 def is_divisor(value: int, whole: int, *, rule: str) -> None:
-    """Raises InputError unless `value` divides `whole`.
-
-    - `value`: a whole number of 1 or more.
-    - `whole`: the number that it must divide.
-    - `rule`: the text that says what does not divide; the error adds all values that do.
-    """
+    """Raises InputError with all divisors of `whole` unless `value` is one of them."""
     if whole % value:
         small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
         fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))
@@ -231,11 +164,7 @@ def is_divisor(value: int, whole: int, *, rule: str) -> None:
 
 
 def number(config: object, name: str) -> float:
-    """The value of a field; raises InputError unless it is a finite number.
-
-    - `config`: the object that has the field.
-    - `name`: the name of the field, which the message repeats.
-    """
+    """Returns a field of `config`; raises InputError unless it is a finite number."""
     # bool is a subclass of int, and True is not meant as a number.
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
@@ -244,32 +173,20 @@ def number(config: object, name: str) -> float:
 
 
 def at_least(config: object, minimum: float, *names: str) -> None:
-    """Raises InputError unless some fields are finite numbers, and not below a minimum.
-
-    - `config`: the object that has the fields.
-    - `minimum`: the smallest number that is allowed.
-    - `names`: the names of the fields.
-    """
+    """Raises InputError unless these fields are finite numbers of `minimum` or more."""
     for name in names:
-        if number(config, name) < minimum:
-            value = getattr(config, name)
+        if (value := number(config, name)) < minimum:
             raise InputError(f"{name}={shown(value)} is out of range; choose {minimum} or more")
 
 
 def above_zero(config: object, *names: str) -> None:
-    """Raises InputError unless all fields `names` of `config` are numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
             raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")
 
 
 def whole(config: object, *names: str, most: int = MOST) -> None:
-    """Raises InputError unless fields are whole numbers of 1 or more.
-
-    - `config`: the object that has the fields.
-    - `names`: the names of the fields.
-    - `most`: the largest number that is allowed.
-    """
+    """Raises InputError unless these fields are whole numbers from 1 to `most`."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,8 +1,4 @@
-"""The device mesh: its axis sizes as a config, and the JAX mesh made from them.
-
-JAX is imported by the functions that need it: configs and the command line, which know the axes
-alone, do without.
-"""
+"""The device mesh: its axis sizes, which need no JAX, and the JAX mesh made from them."""
 
 from __future__ import annotations
 
@@ -55,8 +51,8 @@ class MeshConfig:
     def parse(cls, text: str) -> MeshConfig:
         """Reads text such as `stage=4,fsdp=2`; empty text means one device.
 
-        Raises InputError for an unknown axis, for an axis named twice, and for a size that
-        is not a whole number of 1 or more.
+        Raises InputError for an unknown axis, an axis named twice, and a size that is not a whole
+        number of 1 or more.
         """
         sizes: dict[str, int] = {}
         for part in (piece.strip() for piece in text.split(",") if text.strip()):
@@ -103,13 +99,12 @@ def make_mesh(
 ) -> Mesh:
     """Makes a JAX mesh with all six axes.
 
-    The axes with the most communication, which are the inner ones, get the shortest links. On a TPU
-    whose chips fill a box, `mesh_utils.create_device_mesh` lays the axes along its links; elsewhere
-    inner axes are close in the order of the devices.
+    The inner axes, which communicate most, get the shortest links. On a TPU whose chips fill a box,
+    `mesh_utils.create_device_mesh` lays the axes along its links. Elsewhere inner axes are close in
+    the order of the devices.
 
     - `config`: the size of each axis.
-    - `devices`: what the mesh is made of; None for all devices that JAX sees. In a box of a TPU
-      their order does not matter.
+    - `devices`: None for all devices that JAX sees. In a box of a TPU their order does not matter.
     - `sharding`: the type of all axes, explicit or auto.
     - `dcn`: how each axis is divided over the network between the slices of a TPU, or between hosts
       where all devices are in one slice or none; the rest of an axis stays inside of a slice. None
@@ -125,13 +120,15 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     if dcn is not None and not isinstance(dcn, MeshConfig):
         raise InputError(f"dcn={dcn!r} is no MeshConfig; write MeshConfig(data=2)")
-    if len(devices) < config.num_devices or (
-        len(devices) > config.num_devices and not _spare(devices)
-    ):
+    has_spare = all(device.platform == "cpu" for device in devices)  # these cost nothing
+    if len(devices) < config.num_devices or (len(devices) > config.num_devices and not has_spare):
+        virtual = (
+            f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX "
+            f"runs anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
+        )
         raise InputError(
-            f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
-            "make the product of its axes equal to the number of devices"
-            f"{_virtual(config, devices)}"
+            f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; make "
+            f"the product of its axes equal to the number of devices{virtual if has_spare else ''}"
         )
     if len({*devices}) < len(devices):
         raise InputError("the devices of a mesh name one device twice; name each once")
@@ -144,7 +141,6 @@ def make_mesh(
 
 
 def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshConfig) -> np.ndarray:
-    """The devices by mesh axis, with the parts of each axis that `dcn` says in different slices."""
     import numpy as np
 
     numbers: list[int] = [getattr(device, "slice_index", 0) for device in devices]
@@ -174,44 +170,16 @@ def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshCon
 
 
 def _along_links(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray:
-    """The devices of one slice by mesh axis, on a TPU along the links between its chips.
-
-    - `sizes`: of each mesh axis, the one with the most communication last.
-    """
+    """The devices of one slice; `sizes` has the axis with the most communication last."""
     import numpy as np
     from jax.experimental.mesh_utils import create_device_mesh
 
-    if not _fill_a_box(devices):
-        return np.array(devices).reshape(sizes)
-    return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-
-
-def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
-    """Whether devices are chips of a TPU whose coordinates begin at 0, and none is left out.
-
-    A GPU has an attribute `coords` too, and no `core_on_chip`.
-    """
-    import numpy as np
-
-    if not all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
-        return False
-    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
-    return len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0))
-
-
-def _spare(devices: Sequence[jax.Device]) -> bool:
-    """Whether a mesh may leave some devices unused: virtual CPU devices cost nothing."""
-    return all(device.platform == "cpu" for device in devices)
-
-
-def _virtual(config: MeshConfig, devices: Sequence[jax.Device]) -> str:
-    """How there would be enough devices, for the end of a message; "" for a TPU or a GPU."""
-    if not _spare(devices):
-        return ""
-    return (
-        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX runs "
-        f"anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
-    )
+    # A GPU has an attribute `coords` too, and no `core_on_chip`.
+    if all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
+        places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+        if len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0)):  # fill a box
+            return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return np.array(devices).reshape(sizes)
 
 
 def ambient_mesh() -> MeshConfig:
@@ -231,8 +199,8 @@ def ambient_mesh() -> MeshConfig:
 def ambient_platform() -> str:
     """The platform that a program is traced for: `cpu`, `tpu` or `gpu`, as JAX names them.
 
-    The ambient mesh decides. Without a mesh the lab sets an abstract mesh without axes, which says
-    what it compiles for. Otherwise it is JAX's default.
+    The ambient mesh decides, also the abstract one without axes that the lab sets; else JAX's
+    default.
     """
     import jax
 
@@ -241,7 +209,6 @@ def ambient_platform() -> str:
 
 
 def is_trivial(spec: P) -> bool:
-    """Whether a partition spec shards no axis."""
     return all(entry is None or entry == () for entry in spec)
 
 

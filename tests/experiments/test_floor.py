@@ -21,7 +21,7 @@ from nnx_pipeline.experiments import floor
 from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.experiments._useful import bubble_share, useful_flops
 from nnx_pipeline.lab._page import measurement_page
-from nnx_pipeline.lab._report.floor_table import floor_view
+from nnx_pipeline.lab._report.program_tables import floor_view
 from nnx_pipeline.lab._report.view.floor import floor_lines
 from nnx_pipeline.lab.attribution._floor import Floor, Term, between, live_bytes
 from nnx_pipeline.lab.attribution._result import ROLES

@@ -17,7 +17,7 @@ from page_examples import attribution, measurement
 from test_tables import text
 
 from nnx_pipeline import InputError
-from nnx_pipeline.lab._cli import environments
+from nnx_pipeline.lab._cli import across
 from nnx_pipeline.lab._cli.across import parse_versions
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._report import tables as report
@@ -51,7 +51,7 @@ class Machine:
         self.failures: dict[str, tuple[int, str]] = {}
         self.made: dict[str, str] = {}
 
-    def execute(self, command: Sequence[str], *, say: Any, environment: Any = None) -> Any:
+    def execute(self, command: Sequence[str], *, say: Any = None, environment: Any = None) -> Any:
         self.commands.append(list(command))
         python, *rest = command
         if rest[:2] == ["-m", "venv"]:
@@ -79,7 +79,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(environments, "execute", made.execute)
+    monkeypatch.setattr(across, "execute", made.execute)
     return made
 
 
@@ -89,14 +89,14 @@ def folder() -> Path:
     return kept / "environments"
 
 
-def across(run: Run, *versions: str, more: Sequence[str] = ()) -> Ended:
+def measure_across(run: Run, *versions: str, more: Sequence[str] = ()) -> Ended:
     return run(*TINY, f"jax={','.join(versions)}", *more)
 
 
 def test_versions_side_by_side(run: Run, machine: Machine) -> None:
     machine.heaps = {OLD: 1.0, NEW: 0.6}
     more = ("--mesh", "fsdp=2", "--xla", "xla_cpu_enable_fast_math=true", "--json", "-")
-    ended = across(run, HERE, OLD, NEW, more=more)
+    ended = measure_across(run, HERE, OLD, NEW, more=more)
     assert ended.code == 0, ended.err
     assert [row["version"] for row in ended.json["across"]] == [HERE, OLD, NEW]
     assert (ended.json["schema"], ended.json["platform"]) == (1, "cpu")
@@ -111,7 +111,7 @@ def test_versions_side_by_side(run: Run, machine: Machine) -> None:
     options = "tiny --mesh fsdp=2 --platform cpu --xla xla_cpu_enable_fast_math=true"
     assert words.startswith(f"measure {options} --json ")
     machine.commands.clear()
-    again = across(run, OLD, NEW)
+    again = measure_across(run, OLD, NEW)
     assert again.code == 0
     assert not any("pip" in command for command in machine.commands), "they are kept"
     assert "−" in again.out
@@ -124,20 +124,20 @@ def test_an_interrupted_environment_is_made_again(run: Run, machine: Machine) ->
         return machine.execute(command, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environments, "execute", killed)
-        assert across(run, HERE, OLD).code == 130
+        patch.setattr(across, "execute", killed)
+        assert measure_across(run, HERE, OLD).code == 130
     assert list(folder().iterdir()) == []
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     say = [].append
-    home = Path(environments.python_with(NEW, "cpu", folder(), say)).parents[1]
+    home = Path(across.python_with(NEW, "cpu", folder(), say)).parents[1]
     half = home.with_name(f"{home.name}.building-{gone.pid}")
     busy = home.with_name(f"{home.name}.building-{os.getppid()}")
     half.mkdir()
     busy.mkdir()
     (home / "bin" / "python").unlink()
     machine.commands.clear()
-    python = environments.python_with(NEW, "cpu", folder(), say)
+    python = across.python_with(NEW, "cpu", folder(), say)
     assert Path(python).exists()
     assert any("pip" in command for command in machine.commands)
     assert (half.exists(), busy.exists()) == (False, True)
@@ -148,11 +148,11 @@ def test_a_version_that_needs_another_python(
 ) -> None:
     machine.pip = {sys.executable: NEWER_PYTHON}
     monkeypatch.setattr("shutil.which", lambda name: f"/of/this/test/{name}")
-    python = environments.python_with(OLD, "cpu", folder(), print)
+    python = across.python_with(OLD, "cpu", folder(), print)
     assert Path(python).read_text().startswith("/of/this/test/python3.")
-    monkeypatch.setattr(environments, "OLDEST", environments.NEWEST + 1)
+    monkeypatch.setattr(across, "OLDEST", across.NEWEST + 1)
     with pytest.raises(InputError, match=f"{OLD}: it supports none of the Pythons here"):
-        environments.python_with(OLD, "tpu", folder(), print)
+        across.python_with(OLD, "tpu", folder(), print)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_version_that_needs_another_python(
 )
 def test_what_pip_says(run: Run, machine: Machine, said: str, code: int, message: str) -> None:
     machine.pip = {sys.executable: said}
-    ended = across(run, OLD, NEW)
+    ended = measure_across(run, OLD, NEW)
     assert ended.code == code
     assert message in ended.err.splitlines()[-1]
     assert list(folder().iterdir()) == []
@@ -189,7 +189,7 @@ def test_a_version_that_does_not_compile(
 ) -> None:
     """The others are shown; of a compiler that ends its process, what it found wrong."""
     machine.failures = {OLD: (code, said)}
-    ended = across(run, HERE, OLD)
+    ended = measure_across(run, HERE, OLD)
     assert ended.code == 1
     assert f"jax {OLD}: {message}" in ended.err
     assert "Die()" not in ended.err.splitlines()[-1]
@@ -225,7 +225,7 @@ def test_versions_that_are_refused(given: str, message: str) -> None:
 def test_bad_input_is_found_before_anything_is_built(
     run: Run, machine: Machine, more: tuple[str, ...], message: str
 ) -> None:
-    ended = across(run, OLD, NEW, more=more)
+    ended = measure_across(run, OLD, NEW, more=more)
     assert (ended.code, message in ended.err) == (2, True), ended.err
     assert machine.commands == []
 
@@ -261,10 +261,10 @@ def test_the_table_at_80_columns() -> None:
 @pytest.mark.slow
 def test_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is needed, and not the project; a registry is needed, and less for a short test."""
-    monkeypatch.setattr(environments, "requirements", lambda kind: ["click>=8.4"])
+    monkeypatch.setattr(across, "requirements", lambda kind: ["click>=8.4"])
     said: list[str] = []
     try:
-        python = environments.python_with(HERE, "cpu", tmp_path, said.append)
+        python = across.python_with(HERE, "cpu", tmp_path, said.append)
     except Failed as error:  # what pip says where it reaches no registry
         if "No matching distribution found" not in str(error):
             raise
@@ -275,5 +275,5 @@ def test_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     project = [python, "-I", "-c", "import nnx_pipeline"]
     assert subprocess.run(project, capture_output=True).returncode == 1
     said.clear()
-    assert environments.python_with(HERE, "cpu", tmp_path, said.append) == python
+    assert across.python_with(HERE, "cpu", tmp_path, said.append) == python
     assert said == []

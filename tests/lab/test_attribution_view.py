@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from nnx_pipeline.lab._report.memory_tables import difference_view, memory_view
+from nnx_pipeline.lab._report.program_tables import difference_view, memory_view
 from nnx_pipeline.lab._report.view.buffers import short_operation, short_source
 from nnx_pipeline.lab.attribution._result import Attribution, Buffer, BufferDifference
 

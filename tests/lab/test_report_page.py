@@ -19,7 +19,7 @@ from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page
 from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._page.tables import LabelledProgram, account_table
 from nnx_pipeline.lab._report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab._report.view.colours import role_colour
+from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
@@ -283,7 +283,7 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_every_role_has_a_colour_of_its_own() -> None:
-    colours = [role_colour(role) for role in ROLES]
+    colours = [ROLE_COLOURS[role] for role in ROLES]
     assert len(set(colours)) == len(colours)
 
 

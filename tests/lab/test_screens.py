@@ -21,7 +21,7 @@ from nnx_pipeline.lab._cli.main import cli as nnx_pipeline
 from nnx_pipeline.lab._page import outcomes_page
 from nnx_pipeline.lab._report import tables
 from nnx_pipeline.lab._report.columns import Column, Columns
-from nnx_pipeline.lab._report.view import fit, words
+from nnx_pipeline.lab._report.view import remarks, words
 from nnx_pipeline.lab._report.view.figures import COLUMNS
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab.attribution._result import ROLES
@@ -146,21 +146,21 @@ def of(size: int | None, **buffers: str) -> Measurement:
 
 def test_the_last_line_adds_up_what_must_fit() -> None:
     held = measurement(attribution()).needed_bytes
-    (line,) = fit.fit_remarks(of(10 * held))
+    (line,) = remarks.fit_remarks(of(10 * held))
     parts, _, total = line.text.partition(" = ")
     numbers = [float(one) for one in re.findall(r"[\d.]+", parts)]
     found, size = re.findall(r"([\d,.]+) of ([\d,.]+) GB: fits$", total)[0]
     assert sum(numbers) == pytest.approx(float(found), abs=0.02)
     assert float(found) == pytest.approx(held / 1e9, abs=0.005)
     assert float(size) == pytest.approx(held / 1e8, abs=0.005)
-    assert fit.fit_remarks(of(None))[0].text.endswith("whose memory is not known here")
+    assert remarks.fit_remarks(of(None))[0].text.endswith("whose memory is not known here")
 
 
-@pytest.mark.parametrize("role", sorted({*fit.ADVICE} & {*ROLES}))
+@pytest.mark.parametrize("role", sorted({*remarks.ADVICE} & {*ROLES}))
 def test_what_does_not_fit_is_named_with_what_to_try(role: str) -> None:
     """For a config its options, and for any other function the means of JAX."""
-    for advice in (ADVICE, fit.ADVICE):
-        line, *more = (one.text for one in fit.fit_remarks(of(1000, role=role), advice))
+    for advice in (ADVICE, remarks.ADVICE):
+        line, *more = (one.text for one in remarks.fit_remarks(of(1000, role=role), advice))
         assert line.endswith("does not fit ✗")
         assert more[0].startswith("  ")
         assert f" MB: {role}, " in more[0]
@@ -171,7 +171,7 @@ def test_advice_names_options_that_exist() -> None:
     from nnx_pipeline.config._overrides import apply_overrides, parse_overrides
     from nnx_pipeline.config.presets import preset
 
-    assert set(ADVICE) == set(fit.ADVICE) <= {*ROLES, "arguments"}
+    assert set(ADVICE) == set(remarks.ADVICE) <= {*ROLES, "arguments"}
     for told in ADVICE.values():
         for setting in re.findall(r"--set (\S+?)[,:]?(?:\s|$)", told):
             apply_overrides(preset("tiny"), parse_overrides([setting.replace("=N", "=4")]))

@@ -10,9 +10,13 @@ from rich.console import Console, RenderableType
 
 from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.memory_tables import difference_view, memory_view
-from nnx_pipeline.lab._report.sweep_table import COLUMNS, sweep_view
-from nnx_pipeline.lab._report.time_table import lines_table, time_table
+from nnx_pipeline.lab._report.program_tables import (
+    difference_view,
+    lines_table,
+    memory_view,
+    time_table,
+)
+from nnx_pipeline.lab._report.sweep import COLUMNS, sweep_view
 from nnx_pipeline.lab._report.view.figures import COLUMNS as ARM_COLUMNS
 from nnx_pipeline.lab._report.view.figures import TOTAL, milliseconds
 from nnx_pipeline.lab._report.view.remarks import unread_lines

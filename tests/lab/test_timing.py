@@ -16,7 +16,7 @@ from nnx_pipeline import MeshConfig, lab
 from nnx_pipeline.experiments._useful import bubble_share, flops_per_token, useful_flops
 from nnx_pipeline.lab._hlo.loops import executions
 from nnx_pipeline.lab._hlo.module import Instruction, parse
-from nnx_pipeline.lab._report.time_table import basis_of, estimated
+from nnx_pipeline.lab._report.view.figures import basis_of, estimated
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of
 from nnx_pipeline.lab._timing.estimate import Estimate

@@ -12,8 +12,7 @@ from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Target
 from nnx_pipeline.lab._files import save_figure
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.sweep_chart import sweep_chart
-from nnx_pipeline.lab._report.sweep_table import sweep_view
+from nnx_pipeline.lab._report.sweep import sweep_chart, sweep_view
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.errors import InputError
 

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nnx_pipeline.lab._cli import completion
-from nnx_pipeline.lab._cli.options import (
-    COUNT,
-    bundled,
-    check_alone,
-    config_options,
-    is_given,
-    json_option,
-    measuring_options,
-    mesh_option,
-    report_options,
-    target_options,
-    written_options,
-)
+from nnx_pipeline.lab._cli import completion, options
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
@@ -49,14 +36,14 @@ if TYPE_CHECKING:
     "--inputs my_model:abstract_inputs --mesh data=8",
 )
 @subject_options
-@target_options()
+@options.target_options()
 @click.option(
     "--across",
     metavar="jax=V,V,…",
     help="Compile a preset with each of these versions of JAX and compare, such as "
     "jax=0.10.2,0.12.0.1. Environments with them are built by pip and kept in the cache folder.",
 )
-@written_options
+@options.written_options
 def measure_command(
     name: str | None,
     inputs: Inputs,
@@ -77,7 +64,7 @@ def measure_command(
     check_outputs(json=written.json_path, hlo=written.hlo_path)
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
-        check_alone(
+        options.check_alone(
             "across", "name", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
         )
         from nnx_pipeline.lab._cli.across import run_across
@@ -102,10 +89,10 @@ def measure_command(
     "names", nargs=-1, metavar="[SUBJECT] [OTHER …]", shell_complete=completion.compared
 )
 @inputs_options
-@config_options(required=False, hidden=True)
-@target_options(TwoArms)
-@measuring_options
-@report_options
+@options.config_options(required=False, hidden=True)
+@options.target_options(TwoArms)
+@options.measuring_options
+@options.report_options
 def compare_command(
     names: tuple[str, ...],
     inputs: Inputs,
@@ -141,23 +128,12 @@ def compare_command(
     pair = _two_functions(names, target)
     target = target.settled(on_mesh=False)
     pairs = target.pairs()
-    from nnx_pipeline.lab._cli.comparing import run_compare
+    from nnx_pipeline.lab._cli.measuring import run_compare
 
     run_compare(pair, inputs, target, pairs, outputs)
 
 
-# Options of `compare` that a function has no use for.
-_OF_PRESETS = {
-    "model": "--model",
-    "assignments": "--set",
-    "listed": "--list",
-    "sweeps": "--sweep",
-    "fresh": "--fresh",
-}
-
-
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
-    """The two functions to compare: one function is compared with itself under other settings."""
     if strangers := [name for name in names if not is_function(name)]:
         raise InputError(
             f"a function is compared with a function of the same arguments, and {strangers[0]} is "
@@ -167,9 +143,10 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
         raise InputError(
             f"{', '.join(names)}: give two functions to compare, or one with --xla-a or --xla-b"
         )
-    for parameter, option in _OF_PRESETS.items():
-        if is_given(parameter):
-            raise InputError(f"{option} needs a preset; leave it out with {names[0]}")
+    flags = options.given()
+    for option in ("model", "assignments", "listed", "sweeps", "fresh"):
+        if option in flags:
+            raise InputError(f"{flags[option]} needs a preset; leave it out with {names[0]}")
     return names[0], names[-1]
 
 
@@ -181,23 +158,18 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
     "--platform tpu:v5p:2x2x2, or nnx-pipeline memory my_model:step --inputs my_model:inputs",
 )
 @subject_options
-@target_options()
+@options.target_options()
 @click.option(
     "--top",
-    type=COUNT,
+    type=options.COUNT,
     default=20,
     show_default=True,
     metavar="N",
     help="Rows of the table; all other buffers are summed in one more row.",
 )
-@report_options
+@options.report_options
 def memory_command(
-    name: str | None,
-    inputs: Inputs,
-    chosen: Chosen,
-    target: Target,
-    top: int,
-    outputs: Outputs,
+    name: str | None, inputs: Inputs, chosen: Chosen, target: Target, top: int, outputs: Outputs
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
@@ -218,20 +190,13 @@ def memory_command(
 
 @dataclass(frozen=True)
 class LimitsInMB:
-    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes).
-
-    - `large`: the size below which arrays are not reported.
-    - `one_hot`: the size below which one-hot arrays are not reported.
-    """
+    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes)."""
 
     large: float
     one_hot: float
 
     def limits(self) -> Limits:
-        """The limits in bytes.
-
-        Raises InputError for a size that is infinite or not a number.
-        """
+        """The limits in bytes; raises InputError unless they are finite."""
         from nnx_pipeline.lab.lint.finding import Limits
 
         for option, size in (("--large", self.large), ("--one-hot", self.one_hot)):
@@ -250,8 +215,8 @@ class LimitsInMB:
     "nnx-pipeline lint my_model:train_step --inputs my_model:abstract_inputs",
 )
 @subject_options
-@mesh_option()
-@bundled(
+@options.mesh_option()
+@options.bundled(
     "limits",
     LimitsInMB,
     click.option(
@@ -271,7 +236,7 @@ class LimitsInMB:
         help="One-hot arrays below this size are not reported.",
     ),
 )
-@json_option
+@options.json_option
 def lint_command(
     name: str | None,
     inputs: Inputs,
@@ -310,6 +275,6 @@ def lint_command(
     from nnx_pipeline.lab._report.output import check_writable
 
     check_writable(json_path, "--json")
-    from nnx_pipeline.lab._cli.linting import run_lint
+    from nnx_pipeline.lab._cli.measuring import run_lint
 
     run_lint(subject, mesh_config, sizes, json_path)

@@ -11,20 +11,11 @@ from nnx_pipeline.lab.mesh import AXES
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 # A TPU has many topologies; these are the ones that the documents use.
-PLATFORMS = (
-    "cpu",
-    "local",
-    "tpu:v5p:2x2x2",
-    "tpu:v5e:2x4",
-    "tpu:v6e:2x4",
-    "cuda:h100:8",
-    "cuda:h200:8",
-)
+_TPUS, _GPUS = ("tpu:v5p:2x2x2", "tpu:v5e:2x4", "tpu:v6e:2x4"), ("cuda:h100:8", "cuda:h200:8")
+PLATFORMS = ("cpu", "local", *_TPUS, *_GPUS)
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> Complete:
-    """Completes to the names that begin as the word does."""
-
     def complete(
         context: click.Context, parameter: click.Parameter, word: str
     ) -> list[CompletionItem]:
@@ -33,7 +24,7 @@ def one_of(names: Callable[[], Iterable[str]]) -> Complete:
     return complete
 
 
-def _axes(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
+def axes(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The next axis of a mesh, behind those that the word has already."""
     done, comma, last = word.rpartition(",")
     used = {part.partition("=")[0] for part in done.split(",")}
@@ -48,4 +39,3 @@ presets = one_of(lambda: offered().names())
 compared = one_of(lambda: [*offered().names(), *offered().experiments(), "all"])
 platforms = one_of(lambda: PLATFORMS)
 fields = one_of(lambda: [f"{key}=" for key in offered().fields()])
-axes: Complete = _axes

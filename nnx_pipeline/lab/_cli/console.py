@@ -4,7 +4,6 @@ from nnx_pipeline.lab import _ending as ending
 
 
 def main() -> None:
-    """Runs the `nnx-pipeline` command with the arguments of this process."""
     ending.answer("nnx-pipeline")
     # Imported only now, so that Ctrl-C is handled during the import too.
     from nnx_pipeline.lab._cli import main as cli

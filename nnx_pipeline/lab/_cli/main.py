@@ -17,40 +17,35 @@ CHECKPOINTS = "nnx_pipeline.checkpoints"  # entry points of what brings `linen-c
 FIRST = "nnx-pipeline measure tiny --mesh stage=4,fsdp=2"
 OLD = {"compile": "measure", "ab": "compare"}  # names that go on working
 
-
-MEASURING = {
-    str(command.name): command
-    for command in (
-        commands.measure_command,
-        commands.compare_command,
-        commands.memory_command,
-        commands.lint_command,
-    )
-}
+MEASURING = (
+    commands.measure_command,
+    commands.compare_command,
+    commands.memory_command,
+    commands.lint_command,
+)
 
 
 class _Commands(click.Group):
-    """Loads the commands of entry points when they are asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*self.commands, *entry_points(group=ADDED).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         cmd_name = OLD.get(cmd_name, cmd_name)
         if cmd_name not in self.commands:
-            found = entry_points(group=ADDED)
+            entries = entry_points(group=ADDED)
             # Where no command has the name, Click suggests one of those that are loaded.
-            for entry in found.select(name=cmd_name) or found:
+            for entry in entries.select(name=cmd_name) or entries:
                 self.add_command(entry.load(), entry.name)
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
-        groups = {"Measure a program": [*MEASURING]}
-        groups["Train a model"] = [name for name in names if name not in MEASURING]
+        measuring = [str(command.name) for command in MEASURING]
+        groups = {"Measure a program": measuring}
+        groups["Train a model"] = [name for name in names if name not in measuring]
         for title, names in groups.items():
-            found = {name: self.get_command(ctx, name) for name in names}
-            rows = [(name, one.get_short_help_str()) for name, one in found.items() if one]
+            loaded = {name: self.get_command(ctx, name) for name in names}
+            rows = [(name, one.get_short_help_str()) for name, one in loaded.items() if one]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
@@ -61,6 +56,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
+    commands=MEASURING,
     epilog=f"Begin with: {FIRST}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -68,9 +64,6 @@ class _Commands(click.Group):
 def cli() -> None:
     """Pipelined Mixtral-class models in Flax NNX, and what they cost, without an accelerator."""
 
-
-for measuring in MEASURING.values():
-    cli.add_command(measuring)
 
 main = main_of(cli, "nnx-pipeline")
 if __name__ == "__main__":

@@ -1,59 +1,61 @@
-"""What the commands `measure` and `memory` do."""
+"""What the commands `measure`, `memory`, `compare` and `lint` do."""
+
+from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from nnx_pipeline.lab._cli.outputs import Outputs, Written, say_words
+from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
-from nnx_pipeline.lab._cli.subject import Subject
+from nnx_pipeline.lab._cli.subject import Inputs, Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
+from nnx_pipeline.lab._cli.values import TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.memory_tables import memory_view
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.time_table import lines_table, time_table
+from nnx_pipeline.lab._report.program_tables import lines_table, memory_view, time_table
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
-from nnx_pipeline.lab._report.view.remarks import FIGURES, unread_lines
-from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
+from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.mesh import MeshConfig
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.lint import Limits
 
 
 def measured(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform]
 ) -> list[Measurement]:
-    """The figures of a subject for each platform.
-
-    - `platforms`: they differ in the kind of matrix products alone.
-
-    Raises InputError for what does not fit together, and Failed where it does not compile.
-    """
+    """The figures for each platform; these differ in the kind of matrix products alone."""
     with progress() as say, compiler_errors():
         if subject.config is not None:
             step = presets().measure_step
             return [step(subject.config, mesh, one, progress=say) for one in platforms]
-        grid, given = subject.inputs.on(mesh, platforms[0])
-        own = find_function(subject.name)
-        return [measure(own, *given, mesh=grid, platform=one, progress=say) for one in platforms]
+        grid, arguments = subject.inputs.on(mesh, platforms[0])
+        function = find_function(subject.name)
+        return [
+            measure(function, *arguments, mesh=grid, platform=one, progress=say)
+            for one in platforms
+        ]
 
 
 def run_measure(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], written: Written
 ) -> None:
-    """Shows what a subject costs."""
     results = measured(subject, mesh, platforms)
-    advice: dict[str, Mapping[str, str]] = {}
-    if subject.config is not None:
-        advice = {"advice": presets().ADVICE}
-    title, json_path = subject.title(mesh), written.json_path
-    report.show_measurements(title, results, json_path=json_path, **advice)
-    say_words(written.explain, json_path, words.MEMORY, words.TIME)
+    advice = ADVICE if subject.config is None else presets().ADVICE
+    title = subject.title(mesh)
+    report.show_measurements(title, results, json_path=written.json_path, advice=advice)
+    written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
         write_text(written.hlo_path, results[0].hlo)
 
@@ -61,14 +63,10 @@ def run_measure(
 def run_memory(
     subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
 ) -> None:
-    """Shows what the memory holds at its peak.
-
-    - `most`: rows of buffers.
-    """
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
-    found = [_with_buffers(result) for result in results]
+    attributions = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
-    for result, attribution in zip(results, found, strict=True):
+    for result, attribution in zip(results, attributions, strict=True):
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
             show(report.SAME_MEMORY, json_path=outputs.json_path)
@@ -82,21 +80,19 @@ def run_memory(
             show(time_table(result.time), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
-        {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
-        for result, attribution in zip(results, found, strict=True)
+        {
+            **result.to_json(),
+            "buffers": attribution.to_json(),
+            "time_by_line": result.time and [dataclasses.asdict(row) for row in result.time.rows],
+        }
+        for result, attribution in zip(results, attributions, strict=True)
     ]
     emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
     outputs.write_measurement(title, shown, most)
 
 
-def _by_line(result: Measurement) -> list[dict[str, Any]] | None:
-    """The estimated compute by line, kind and pass; None where there is no estimate."""
-    return None if result.time is None else [dataclasses.asdict(row) for row in result.time.rows]
-
-
 def _with_buffers(result: Measurement) -> Attribution:
-    """The buffers of a program; raises Failed with the reason where they are not known."""
     if result.attribution is None:
         if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
             raise Failed(unread[0])
@@ -105,3 +101,53 @@ def _with_buffers(result: Measurement) -> Attribution:
             "compilation cache has none: unset jax_compilation_cache_dir"
         )
     return result.attribution
+
+
+def run_compare(
+    names: tuple[str, str],
+    inputs: Inputs,
+    target: TwoArms,
+    pairs: Sequence[tuple[Platform, Platform]],
+    outputs: Outputs,
+) -> None:
+    with progress() as say, compiler_errors():
+        grid, arguments = inputs.on(target.mesh_config, pairs[0][0])
+        one, other = (
+            f"{name}, {option}" if option else name
+            for name, option in zip(names, target.options, strict=True)
+        )
+        arms = functools.partial(compare, *map(find_function, names), *arguments, mesh=grid)
+        outcomes = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
+    title = f"{names[0]} and {names[1]} on {target.mesh_config}, {target.platform}: per device"
+    report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
+    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
+    outputs.write_outcomes(title, outcomes)
+    if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
+        # Both kinds of matrix products may fail for the same reason, which is then given once.
+        raise Failed("; ".join(dict.fromkeys(failed)))
+
+
+def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
+    from nnx_pipeline.lab.lint import lint
+    from nnx_pipeline.lab.lint._report import findings_view
+
+    # 1 means findings, so that a function that cannot be traced ends with 2.
+    with progress() as say, compiler_errors(InputError):
+        say("tracing")
+        if subject.config is None:
+            # Linting only traces, so virtual CPU devices can stand for any others.
+            grid, arguments = subject.inputs.on(mesh, Platform("cpu"))
+            findings = lint(find_function(subject.name), *arguments, mesh=grid, limits=limits)
+        else:
+            findings = presets().lint_config(subject.config, mesh, limits)
+    show(findings_view(subject.title(mesh), findings), json_path=json_path)
+    linted: dict[str, object] = {"schema": 1, "mesh": mesh.sizes()}
+    if subject.config is None:
+        linted["function"] = subject.name
+    else:
+        linted["config"] = presets().to_dict(subject.config)
+    linted["limits"] = {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot}
+    linted["findings"] = [finding.to_json() for finding in findings]
+    emit_json(json_path, linted)
+    if findings:
+        raise Failed(counted(len(findings), "finding"))

@@ -24,12 +24,7 @@ COUNT = click.IntRange(1, MOST)  # of an option that says how many
 def bundled(
     name: str, kind: type[Any], *options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """A decorator that adds several options to a command and passes them on as one object.
-
-    - `name`: the command's parameter that receives the object.
-    - `kind`: the dataclass of the object, with one field for each option.
-    - `options`: decorators of Click, in the order in which `--help` lists them.
-    """
+    """Adds options to a command, which receives them as `name`: a `kind` with a field for each."""
 
     def add(command: Command) -> Command:
         own, inner = getattr(command, "bundled", (command, ()))
@@ -53,7 +48,6 @@ def bundled(
 
 
 def json_option(command: Command) -> Command:
-    """Adds `--json`, which the command receives as `json_path`."""
     text = "Write the result as JSON; - is standard output."
     return click.option("--json", "json_path", metavar="PATH", help=text)(command)
 
@@ -81,7 +75,6 @@ report_options = bundled(
     explain_option,
 )
 
-
 written_options = bundled(
     "written",
     Written,
@@ -92,11 +85,7 @@ written_options = bundled(
 
 
 def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[Command], Command]:
-    """A decorator that adds `--model` and `--set`, which the command receives as `chosen`.
-
-    - `required`: whether `--model` must be given.
-    - `hidden`: whether `--model` is an old spelling, which `--help` leaves out.
-    """
+    """`--model` and `--set`, received as `chosen`; a hidden `--model` is an old spelling."""
     return bundled(
         "chosen",
         Chosen,
@@ -120,15 +109,11 @@ def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[
 
 
 def config_of(chosen: Chosen) -> Any:
-    """The config of a preset with its overrides; raises InputError for an unknown one."""
     return presets().config_of(str(chosen.model), chosen.assignments)
 
 
 def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
-    """A decorator that adds `--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`.
-
-    - `kind`: `TwoArms` for a command that also has `--xla-a` and `--xla-b`.
-    """
+    """`--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`."""
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
     options = [mesh_option(default), platform_option, gemm_option]
     if kind is Target:
@@ -149,7 +134,6 @@ def _xla_option(name: str, help: str) -> Callable[[Command], Command]:
 
 
 def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
-    """A decorator that adds `--mesh`; `shown` says what it is where it is not given."""
     return click.option(
         "--mesh",
         default="",
@@ -188,7 +172,6 @@ gemm_option = click.option(
     "they differ.",
 )
 
-
 measuring_options = bundled(
     "measuring",
     Measuring,
@@ -205,26 +188,24 @@ measuring_options = bundled(
 )
 
 
-def is_given(option: str) -> bool:
-    """Whether the command line has the option that fills this parameter."""
+def given() -> dict[str, str]:
+    """The flags on the command line, by the parameter that each fills."""
     context = click.get_current_context()
-    return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+    return {
+        str(one.name): one.opts[0]
+        for one in context.command.params
+        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
+    }
+
+
+def is_given(option: str) -> bool:
+    return option in given()
 
 
 def check_alone(option: str, *besides: str) -> None:
-    """Raises InputError if the command line has options that would be ignored beside this one.
-
-    - `option`: the name of the parameter that the option fills, such as `list_only`.
-    - `besides`: names of the parameters that may be given with it.
-    """
-    context = click.get_current_context()
-    flags = {one.name: one.opts[0] for one in context.command.params}
-    unread = [
-        flag
-        for name, flag in flags.items()
-        if name and name not in (option, *besides) and is_given(name)
-    ]
-    if unread:
+    """Raises InputError for options beside `option` that it ignores, all but `besides`."""
+    flags = given()
+    if unread := [flag for name, flag in flags.items() if name not in (option, *besides)]:
         raise InputError(
             f"{flags[option]} cannot be combined with {', '.join(unread)}; leave one of them out"
         )

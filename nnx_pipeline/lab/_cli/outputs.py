@@ -21,54 +21,49 @@ _OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The files that a command writes its result to.
-
-    - `html_path`, `chart_path`, `json_path`: the values of `--html`, `--chart` and `--json`, None
-      where the option is not given.
-    - `explain`: the value of `--explain`.
-    """
-
-    html_path: str | None
-    chart_path: str | None
+class Explained:
     json_path: str | None
     explain: bool
 
     def say_words(self, *groups: Mapping[str, str]) -> None:
-        """Shows what the words of the tables mean, or the option that would; see `say_words`."""
-        say_words(self.explain, self.json_path, *groups)
+        from rich.text import Text
+
+        from nnx_pipeline.lab._report.output import show
+        from nnx_pipeline.lab._report.tables import word_list
+        from nnx_pipeline.lab._report.view.words import HINT
+
+        view = word_list(*groups) if self.explain else Text(HINT, style="dim")
+        show(view, json_path=self.json_path)
+
+
+@dataclass(frozen=True)
+class Written(Explained):
+    hlo_path: str | None
+
+
+@dataclass(frozen=True)
+class Outputs(Explained):
+    html_path: str | None
+    chart_path: str | None
 
     def check(self) -> None:
-        """Raises InputError, before any work is done, if one of the files cannot be written."""
         from nnx_pipeline.lab._report.output import check_outputs
 
         check_outputs(html=self.html_path, chart=self.chart_path, json=self.json_path)
         check_picture(self.chart_path, "--chart")
 
     def write_outcomes(self, title: str, outcomes: Sequence[Sequence[Outcome]]) -> None:
-        """Writes the page and the chart of an A/B comparison, if their options are given.
-
-        Each file is written whole or not at all.
-
-        - `outcomes`: one entry with the outcomes of the experiments, or two entries for the same
-          experiments: with Triton's matrix products and with cuBLASLt's.
-        """
+        """Takes the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
 
-            page = outcomes_page(title, *outcomes, command=_command_line())
-            write_text(self.html_path, page)
+            write_text(self.html_path, outcomes_page(title, *outcomes, command=_command_line()))
         if self.chart_path:
             from nnx_pipeline.lab._report.chart import outcomes_chart
 
             save_figure(outcomes_chart(title, *outcomes), self.chart_path)
 
     def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
-        """Writes the page and the chart of one program, if their options are given.
-
-        - `measured`: the program once, or with Triton's matrix products and with cuBLASLt's.
-        - `top`: how many rows of buffers the page shows.
-        """
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
 
@@ -80,51 +75,20 @@ class Outputs:
             save_figure(program_chart(title, *measured), self.chart_path)
 
 
-@dataclass(frozen=True)
-class Written:
-    """The values of `--hlo`, `--json` and `--explain`.
-
-    - `hlo_path`: where the text of the program goes.
-    - `json_path`: where the JSON goes.
-    - `explain`: whether the words of the tables are explained.
-    """
-
-    hlo_path: str | None
-    json_path: str | None
-    explain: bool
-
-
-def say_words(explain: bool, json_path: str | None, *groups: Mapping[str, str]) -> None:
-    """Shows what the words of the tables mean, or names the option that does.
-
-    - `explain`: the value of `--explain`.
-    - `json_path`: the value of `--json`; nothing is shown where JSON goes to standard output.
-    - `groups`: words and their meanings, from `view.words`.
-    """
-    from rich.text import Text
-
-    from nnx_pipeline.lab._report.output import show
-    from nnx_pipeline.lab._report.tables import word_list
-    from nnx_pipeline.lab._report.view.words import HINT
-
-    view = word_list(*(group.items() for group in groups)) if explain else Text(HINT, style="dim")
-    show(view, json_path=json_path)
-
-
 def _command_line() -> str:
-    """The command as typed, without output files: their paths mean nothing on another machine."""
+    """The command as typed, without output files: they mean nothing on another machine."""
     context = click.get_current_context()
     words = context.command_path.split()
     for parameter in context.command.params:
         name = parameter.name or ""
-        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         value = context.params.get(name)
-        if not given or name in _OUTPUTS:
+        if not is_given or name in _OUTPUTS:
             continue
         flag = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
         if value is True:
             words += flag
-            continue
-        for item in value if isinstance(value, tuple) else (value,):
-            words += [*flag, str(item)]
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [*flag, str(item)]
     return shlex.join(words)

@@ -1,8 +1,7 @@
 """Presets for the commands: a package that has models offers them, by an entry point.
 
-The lab measures any function. Which models can be named by `--model`, and what `--set` changes in
-them, is known to whoever declares an entry point of the group `nnx_pipeline.presets`: a module with
-the functions of `Presets`. Importing it imports no JAX: a TAB asks it for names.
+The lab itself measures functions. A module with the functions of `Presets` says what `--model` and
+`--set` mean. Importing it imports no JAX: a TAB asks it for names.
 """
 
 from __future__ import annotations
@@ -30,29 +29,22 @@ class Presets(Protocol):
     ADVICE: Mapping[str, str]
     """What to change where a step does not fit, by the role of what takes the memory."""
 
-    def names(self) -> Sequence[str]:
-        """The presets."""
-        ...
+    def names(self) -> Sequence[str]: ...
 
     def fields(self) -> Sequence[str]:
         """The fields that `--set` can change, dotted."""
-        ...
 
     def config_of(self, name: str, assignments: Sequence[str]) -> Any:
         """The config of a preset with overrides, `key=value` each; raises InputError."""
-        ...
 
     def to_dict(self, config: Any) -> dict[str, Any]:
         """The config as JSON has it."""
-        ...
 
     def title(self, name: str, config: Any, mesh: MeshConfig) -> str:
         """What is measured: one training step of a preset on a mesh, and the shape of its batch."""
-        ...
 
     def check(self, config: Any, axes: MeshConfig) -> None:
         """Raises InputError where the model does not fit on the mesh."""
-        ...
 
     def measure_step(
         self,
@@ -63,11 +55,9 @@ class Presets(Protocol):
         progress: Progress = lambda text: None,
     ) -> Measurement:
         """Compiles one training step."""
-        ...
 
     def experiments(self) -> Sequence[str]:
         """The names of what a preset can be compared with, beside other presets and settings."""
-        ...
 
     def compare(
         self,
@@ -78,21 +68,19 @@ class Presets(Protocol):
         outputs: Outputs,
     ) -> None:
         """Does what `compare` does with presets and experiments, which it has the options of."""
-        ...
 
     def lint_config(self, config: Any, mesh: MeshConfig, limits: Limits) -> list[Finding]:
         """Looks for wasted memory in one training step."""
-        ...
 
 
 def presets() -> Presets:
     """What the installed package offers; raises InputError unless there is exactly one."""
-    found = {entry.value: entry for entry in entry_points(group=GROUP)}
-    if len(found) != 1:
+    entries = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(entries) != 1:
         raise InputError(
-            f"{', '.join(found) or 'no installed package'} offers presets (the entry points "
+            f"{', '.join(entries) or 'no installed package'} offers presets (the entry points "
             f"{GROUP}), and exactly one must; give a function, or install such a package"
         )
-    (entry,) = found.values()
+    (entry,) = entries.values()
     offered: Presets = entry.load()
     return offered

@@ -5,15 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+import rich.progress
 from rich.table import Column
 from rich.text import Text
 
@@ -24,42 +16,37 @@ from nnx_pipeline.lab.errors import printable
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows on standard error what the command is doing.
+    """Yields a function that shows on standard error what the command is doing, and for how long.
 
-    In a terminal each text replaces the one before it, elsewhere each is a line of its own. Before
-    it stands the time since the beginning. What user functions print meanwhile goes to standard
-    error too, since standard output may be JSON.
+    User functions print there meanwhile too: standard output may be JSON.
     """
     console = Screen(stderr=True)
     began = time.monotonic()
 
-    def timed(text: str) -> str:
-        return f"{_time(time.monotonic() - began)} {text}"
-
     with contextlib.redirect_stdout(sys.stderr):
         if console.is_terminal:
             columns = (
-                SpinnerColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}", markup=False),
+                rich.progress.SpinnerColumn(),
+                rich.progress.TimeElapsedColumn(),
+                rich.progress.TextColumn("{task.description}", markup=False),
             )
-            with Progress(*columns, console=console, transient=True) as shown:
+            with rich.progress.Progress(*columns, console=console, transient=True) as shown:
                 task = shown.add_task("starting", total=None)
                 yield lambda text: shown.update(task, description=printable(text))
         else:
-            yield lambda text: say(timed(text))
+            yield lambda text: say(f"{_time(time.monotonic() - began)} {text}")
 
 
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
 
 
-class _Words(ProgressColumn):
-    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is that since the beginning."""
+class _Words(rich.progress.ProgressColumn):
+    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is since the beginning."""
 
     def __init__(self) -> None:
         super().__init__(table_column=Column(no_wrap=True))
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich.progress.Task) -> Text:
         shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
         left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
         return Text(f"{shown}{left}, {task.fields['text']}")
@@ -77,28 +64,18 @@ def _time(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
-    """Yields a function (text, by=1) that moves a progress bar on standard error.
-
-    - `what`: is being done.
-    - `total`: how many steps there are.
-    - `text`: beside the bar until the first step; the function takes that for the next ones.
-    - `done`: how many steps were done before.
-
-    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
-    one every ten seconds.
-    """
+    """Yields a function (text, by=1) that moves a bar; without a terminal there are lines."""
     console = Screen(stderr=True)
     if not console.is_terminal:
         yield _lines(what, total, text, done)
         return
-    columns = (TextColumn(what), BarColumn(bar_width=None), _Words())
-    with Progress(*columns, console=console, expand=True) as shown:
+    text_and_bar = rich.progress.TextColumn(what), rich.progress.BarColumn(bar_width=None)
+    with rich.progress.Progress(*text_and_bar, _Words(), console=console, expand=True) as shown:
         task = shown.add_task(what, total=total, text=text, completed=done)
         yield lambda text, by=1: shown.update(task, advance=by, text=text)
 
 
 def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
-    """What `bar` yields where there is no terminal."""
     began = said = time.monotonic()
 
     def tell(text: str) -> None:

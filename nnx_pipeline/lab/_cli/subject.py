@@ -25,34 +25,21 @@ WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 @dataclass(frozen=True)
 class Inputs:
-    """The values of `--inputs` and `--arg`, the two ways to give a function its abstract arguments.
-
-    - `inputs`: `module:function` of a function that returns the tuple of arguments, or None.
-    - `arguments`: one text for each argument, such as `bfloat16[8@data,128]`.
-    """
-
     inputs: str | None
     arguments: tuple[str, ...]
 
     def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
-        """The mesh over the devices of a platform, and the arguments, sharded as they say.
-
-        - `config`: the axes of the mesh.
-        - `platform`: what is compiled for. Where it has no devices, the function of `--inputs` runs
-          on virtual CPU devices, as it may compute arrays.
-
-        Raises InputError as in `arguments_of`.
-        """
+        """The mesh over the devices of a platform, and the arguments, sharded as they say."""
         import jax
 
         from nnx_pipeline.lab.compile._functions import arguments_of
         from nnx_pipeline.lab.compile._places import mesh_on
 
-        apart = self.inputs is not None and not platform.is_real
-        needed = config.num_devices if apart or platform.kind == "cpu" else 1
+        on_cpu = self.inputs is not None and not platform.is_real
+        needed = config.num_devices if on_cpu or platform.kind == "cpu" else 1
         mesh = mesh_on(config, platform.devices(needed))
-        place = mesh_on(config, jax.devices("cpu")) if apart else mesh
-        return mesh, arguments_of(self.inputs, self.arguments, place)
+        inputs_mesh = mesh_on(config, jax.devices("cpu")) if on_cpu else mesh
+        return mesh, arguments_of(self.inputs, self.arguments, inputs_mesh)
 
 
 inputs_options = bundled(
@@ -75,13 +62,7 @@ inputs_options = bundled(
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: one training step of a preset, or one call of a function.
-
-    - `name`: as the command line names it.
-    - `assignments`: overrides of the preset's config, `key=value` each.
-    - `inputs`: the arguments of the function.
-    - `config`: of the preset; None for a function.
-    """
+    """One training step of a preset, or one call of a function, which has the config None."""
 
     name: str
     assignments: tuple[str, ...]
@@ -89,34 +70,23 @@ class Subject:
     config: Any
 
     def words(self) -> list[str]:
-        """A preset as it is written on a command line."""
         return [self.name, *(word for text in self.assignments for word in ("--set", text))]
 
     def title(self, mesh: MeshConfig) -> str:
-        """What is measured, for the head of a table."""
         if self.config is None:
             return f"{self.name} on {mesh}"
         return presets().title(self.name, self.config, mesh)
 
 
 def is_function(name: str) -> bool:
-    """Whether the name of a subject is that of a function, and not of a preset."""
     return ":" in name
 
 
 def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
-    """The subject that the command line names.
-
-    - `name`: a preset, `module:function` or `file.py:function`; None where `--model` names it.
-    - `chosen`: `--model`, and the overrides of `--set`, which need a preset.
-    - `inputs`: allowed with a function alone.
-    - `mesh`: on which the model of a preset must fit.
-
-    Raises InputError unless there is one subject, and for an option that it would ignore.
-    """
+    """What to measure, by `name` or by `--model`; raises InputError for options without use."""
     if (name is None) == (chosen.model is None):
-        found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
-        raise InputError(f"give one thing to measure: {WHAT}; {found} given")
+        count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
+        raise InputError(f"give one thing to measure: {WHAT}; {count} given")
     named = name or str(chosen.model)
     if name is not None and is_function(name):
         if chosen.assignments:
@@ -136,7 +106,6 @@ def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfi
 
 
 def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument SUBJECT and its options, received as `name`, `inputs` and `chosen`."""
     argument = click.argument(
         "name", required=False, metavar="SUBJECT", shell_complete=completion.presets
     )
@@ -144,7 +113,7 @@ def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OfSubject(click.Command):
-    """A command that is given what it measures; where an old spelling was used, it says the new."""
+    """A command that is given what it measures; after an old spelling it says the new one."""
 
     def invoke(self, ctx: click.Context) -> Any:
         result = super().invoke(ctx)

@@ -22,13 +22,10 @@ class Failed(Exception):
 
 
 def main_of(group: click.Group, name: str) -> Callable[[], None]:
-    """An entry point that reports every expected error as one line on standard error.
+    """An entry point that runs a group and reports every expected error as one line.
 
-    - `group`: the Click group that it runs.
-    - `name`: of the program, as its messages give it.
-
-    Exit codes: 0 for success, 1 where the command failed, 2 for bad input, and 130 or 143 for a run
-    that was interrupted or terminated, after its unfinished files were removed.
+    Exit codes: 0 for success, 1 for a failure, 2 for bad input, and 130 or 143 for a run that was
+    interrupted or terminated, after its unfinished files were removed.
     """
 
     def main() -> None:
@@ -52,7 +49,8 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
             _end(ending.line(name, ending.INTERRUPTED), ending.INTERRUPTED)
         except OSError as error:
             rule = _NAMES.get(error.errno or 0)
-            _end(f"{name}: {rule.format(error.filename) if rule else error}", _code(error))
+            code = BAD_INPUT if rule else FAILED
+            _end(f"{name}: {rule.format(error.filename) if rule else error}", code)
         sys.exit(code if isinstance(code, int) else 0)
 
     return main
@@ -82,13 +80,7 @@ _NAMES = {
 }
 
 
-def _code(error: OSError) -> int:
-    """A file name that cannot be used is bad input; any other OSError is a failure."""
-    return BAD_INPUT if error.errno in _NAMES else FAILED
-
-
 def _end(message: str, code: int) -> None:
-    """Prints the message as one line on standard error and exits with that code."""
     words = " ".join(message.split())
     if len(words) > LONGEST_LINE:  # the beginning has the rule, and the end has the cure
         words = f"{words[: LONGEST_LINE // 2]} … {words[-LONGEST_LINE // 2 :]}"
@@ -98,11 +90,9 @@ def _end(message: str, code: int) -> None:
 
 @contextlib.contextmanager
 def compiler_errors(kind: type[Exception] = Failed) -> Iterator[None]:
-    """Turns an exception of tracing, compiling or running into `kind` with its first line.
+    """Turns an exception of tracing, compiling or running into `kind`, with its line in user code.
 
-    The message ends with the line of the user's source from which the exception came. InputError,
-    Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of `sys.exit`
-    in a user function counts as a failure.
+    Errors of the commands, of Click and of files pass unchanged.
     """
     try:
         yield

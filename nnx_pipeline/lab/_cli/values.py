@@ -19,36 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The values of `--model` and `--set`.
-
-    - `model`: the name of a preset; None where a command works without one.
-    - `assignments`: overrides of config fields, `key=value` each.
-    """
-
     model: str | None
     assignments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The values of `--mesh`, `--platform`, `--gemm` and `--xla`.
-
-    - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
-    - `platform`: what to compile for, such as `tpu:v5p:2x2x2`; "" where none is named.
-    - `gemm`: what matrix products become on NVIDIA platforms: `triton`, `cublas`, `both`, or None
-      where the option is not given.
-    - `xla`: settings of the compiler, `NAME=VALUE` or `@SET` each.
-    """
-
     mesh: str
     platform: str
     gemm: str | None
     xla: tuple[str, ...] = ()
 
     def settled(self, *, on_mesh: bool = True) -> Self:
-        """With the platform of an installed compiler where none is named, which is said.
+        """Takes an installed compiler where no platform is named, and says so.
 
-        - `on_mesh`: whether the program needs a mesh also on one device.
+        `on_mesh` says whether the program needs a mesh also on one device.
         """
         if self.platform:
             return self
@@ -57,28 +42,17 @@ class Target:
         return dataclasses.replace(self, platform=platform)
 
     def words(self) -> list[str]:
-        """These options as they are written on a command line."""
         gemm = ["--gemm", self.gemm] if self.gemm is not None else []
         settings = [word for text in self.xla for word in ("--xla", text)]
         return ["--mesh", self.mesh, "--platform", self.platform, *gemm, *settings]
 
     @property
     def mesh_config(self) -> MeshConfig:
-        """The sizes of the mesh axes.
-
-        Raises InputError for a text that is no mesh.
-        """
         return MeshConfig.parse(self.mesh)
 
-    def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
-        """The platform; an NVIDIA one once for each kind of matrix products that is asked for.
-
-        - `own`: settings of one arm, which win over those of both.
-
-        Raises InputError as in `Platform.parse`, for an unknown kind of matrix products, for
-        `--gemm` with another platform, and for a setting that contradicts it.
-        """
-        settings = parse_settings(self.xla, own)
+    def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:
+        """One platform for each kind of matrix products; `arm_settings` win over `--xla`."""
+        settings = parse_settings(self.xla, arm_settings)
         platform = Platform.parse(self.platform).with_settings(settings)
         if self.gemm is not None and self.gemm not in (*GEMMS, "both"):
             raise InputError(
@@ -92,25 +66,18 @@ class Target:
                 )
             return [platform]
         chosen = GEMMS if self.gemm in (None, "both") else (self.gemm,)
-        if (asked := gemm_of(settings)) is not None:
-            if self.gemm not in (None, asked):
+        if (set_gemm := gemm_of(settings)) is not None:
+            if self.gemm not in (None, set_gemm):
                 raise InputError(
                     f"--gemm {self.gemm} and the compiler setting {TRITON_GEMM} contradict each "
                     "other; leave one of them out"
                 )
-            chosen = (asked,)
+            chosen = (set_gemm,)
         return [dataclasses.replace(platform, gemm=one) for one in chosen]
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """The values of `--list`, `--sweep` and `--fresh`, which are for experiments.
-
-    - `listed`: whether the experiments are listed, and nothing is measured.
-    - `sweeps`: `field=value,value` for each field.
-    - `fresh`: whether to measure again what the cache holds.
-    """
-
     listed: bool
     sweeps: tuple[str, ...]
     fresh: bool
@@ -118,22 +85,14 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Place:
-    """The values of `--mesh` and `--platform`, for a command that runs on devices.
-
-    - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
-    - `platform`: `cpu` or `local`.
-    """
-
     mesh: str
     platform: str
 
     @property
     def mesh_config(self) -> MeshConfig:
-        """The sizes of the mesh axes; raises InputError for a text that is no mesh."""
         return MeshConfig.parse(self.mesh)
 
     def devices(self) -> Sequence[Any]:
-        """The devices of the platform; raises InputError for a platform without devices."""
         target, number = Platform.parse(self.platform), self.mesh_config.num_devices
         if not target.is_real:
             raise InputError(
@@ -142,23 +101,16 @@ class Place:
         return target.devices(number)
 
     def grid(self, devices: Sequence[Any], sharding: Literal["explicit", "auto"]) -> Mesh:
-        """The mesh over these devices, with axes of the kind `explicit` or `auto`."""
         return make_mesh(self.mesh_config, devices, sharding=sharding)
 
 
 @dataclass(frozen=True)
 class TwoArms(Target):
-    """The values of `--xla-a` and `--xla-b`, beside those that both arms have in common.
-
-    - `xla_a`, `xla_b`: settings of the compiler for one arm.
-    """
-
     xla_a: tuple[str, ...] = ()
     xla_b: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, str]:
-        """The option that gives each arm settings of its own; "" for an arm without."""
         return ("--xla-a" if self.xla_a else "", "--xla-b" if self.xla_b else "")
 
     @property
@@ -170,10 +122,5 @@ class TwoArms(Target):
         return ("with", "without") if one else ("without", "with")
 
     def pairs(self) -> list[tuple[Platform, Platform]]:
-        """The platform of each arm; for NVIDIA once for each kind of matrix products.
-
-        An arm whose settings choose the matrix products stands beside Triton's alone.
-
-        Raises InputError as `platforms` does.
-        """
+        # An arm whose settings choose the matrix products stands beside Triton's alone.
         return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))

@@ -1,7 +1,4 @@
-"""Reports as one self-contained HTML page, which needs no network and no script.
-
-A page follows the reader's choice of light or dark, and fits a phone as well as paper.
-"""
+"""Reports as one HTML page, light or dark, for a phone or paper, without network or script."""
 
 from nnx_pipeline.lab._page.document import measurement_page, outcomes_page
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nnx_pipeline.lab._page.markup import Markup, element
-from nnx_pipeline.lab._report.view.colours import role_colour
-from nnx_pipeline.lab._report.view.figures import megabytes, role_totals
+from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, megabytes, role_totals
 from nnx_pipeline.lab.attribution._result import Attribution
 
 _MOST_POINTS = 400  # of a line: more than a phone has pixels across
@@ -17,11 +16,7 @@ _WIDTH, _HEIGHT = 1000, 300  # of a drawing in SVG units, before it is stretched
 
 
 class DrawnArm(NamedTuple):
-    """One program in a chart.
-
-    - `key`: its letter, `a` or `b`, which also decides its colour.
-    - `is_alone`: whether it is the only one, whose letter nobody asks for.
-    """
+    """One program in a chart; its letter also decides its colour, and is not shown if alone."""
 
     key: str
     label: str
@@ -30,7 +25,6 @@ class DrawnArm(NamedTuple):
 
 
 def role_bars(arms: Sequence[DrawnArm]) -> Markup:
-    """A bar per arm, all on one scale, in pieces by role in the order of `roles_of`."""
     order = roles_of(arms)
     largest = max(arm.attribution.heap_bytes for arm in arms) or 1
     return element(
@@ -42,7 +36,6 @@ def role_bars(arms: Sequence[DrawnArm]) -> Markup:
 
 
 def roles_of(arms: Sequence[DrawnArm]) -> list[str]:
-    """Every role that an arm has bytes of, largest sum over all arms first."""
     return list(role_totals([arm.attribution.by_role() for arm in arms]))
 
 
@@ -52,71 +45,55 @@ def _bar(arm: DrawnArm, order: Sequence[str], largest: int) -> Markup:
         width = _WIDTH * sizes.get(role, 0) / largest
         if width:
             words = f"{role}: {megabytes(sizes[role])} MB"
-            piece = {"x": f"{at:.2f}", "width": f"{width:.2f}", "fill": role_colour(role)}
+            piece = {"x": f"{at:.2f}", "width": f"{width:.2f}", "fill": ROLE_COLOURS[role]}
             pieces.append(
                 element("g", element("title", words), element("rect", y=0, height=30, **piece))
             )
         at += width
     said = ", ".join(f"{role} {megabytes(sizes[role])} MB" for role in order if sizes.get(role))
+    letter = [] if arm.is_alone else [element("b", arm.key, class_=f"letter {arm.key}"), " "]
     return element(
         "div",
-        element("p", _letter(arm), _total(arm.attribution.heap_bytes), class_="bar-label"),
         element(
-            "svg",
-            pieces,
-            viewBox=f"0 0 {_WIDTH} 30",
-            preserveAspectRatio="none",
-            role="img",
-            aria_label=f"{arm.label}: {said}",
+            "p",
+            element("span", letter, arm.label, class_="arm"),
+            element("span", f"{megabytes(arm.attribution.heap_bytes)} MB", class_="number"),
+            class_="bar-label",
         ),
+        _svg(pieces, 30, f"{arm.label}: {said}"),
         class_="bar",
     )
 
 
-def _letter(arm: DrawnArm) -> Markup:
-    letter = [] if arm.is_alone else [element("b", arm.key, class_=f"letter {arm.key}"), " "]
-    return element("span", letter, arm.label, class_="arm")
-
-
-def _total(size: int) -> Markup:
-    return element("span", f"{megabytes(size)} MB", class_="number")
+def _svg(shapes: Sequence[Markup], height: int, label: str) -> Markup:
+    """A drawing that stretches to its place; screen readers get the label."""
+    box = {"viewBox": f"0 0 {_WIDTH} {height}", "preserveAspectRatio": "none"}
+    return element("svg", shapes, **box, role="img", aria_label=label)
 
 
 class Axis(NamedTuple):
-    """An axis from `low` to `high`.
+    """An axis from 0 to `high`, with grid lines at `ticks`."""
 
-    - `ticks`: the values at which there is a grid line.
-    """
-
-    low: float
     high: float
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """The position of a value on the axis, 0 at `low` and 1 at `high`."""
-        return (value - self.low) / (self.high - self.low)
+        return value / self.high
 
 
 def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
-    """An axis from zero to the largest value or above, with ticks at round numbers.
-
-    - `most`: the most steps that the axis has.
-    """
     if largest <= 0:
-        return Axis(0.0, 1.0, (0.0, 1.0))
+        return Axis(1.0, (0.0, 1.0))
     rough = largest / most
     # The smallest round step of which `most` or fewer reach the largest value.
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     ticks = tuple(step * index for index in range(math.ceil(largest / step) + 1))
-    return Axis(0.0, ticks[-1], ticks)
+    return Axis(ticks[-1], ticks)
 
 
 def timeline(arms: Sequence[DrawnArm]) -> Markup:
-    """Live bytes of the heap over the schedule, from the first to the last instruction.
-
-    - `arms`: programs whose attribution has a timeline; each is stretched to the whole width.
-    """
+    """Live bytes of the heap over the schedule; each program is stretched to the whole width."""
     y = axis_from_zero(max(arm.attribution.heap_bytes for arm in arms) / 1e6)
     lines, marks, words = [], [], []
     for arm in arms:
@@ -126,11 +103,11 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
         if points[0][0] > 0:
             points.insert(0, (0, 0))
         points.append((last, points[-1][1]))
-        x = Axis(0, last, ())
+        x = Axis(last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
         position, size = peak_of(arm.attribution)
-        place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
-        marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
+        at_peak = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
+        marks.append(element("span", class_=f"peak {arm.key}", style=at_peak, aria_hidden="true"))
         who = arm.label if arm.is_alone else f"{arm.key} ({arm.label})"
         where = f"position {position} of {last} in the schedule"
         words.append(f"{who} peaks at {megabytes(size)} MB, {where}")
@@ -138,7 +115,7 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
     return element(
         "figure",
         element("figcaption", "What lives in the heap over the program’s schedule, MB"),
-        plot(lines, marks, y, y_words=[f"{tick:,g}" for tick in y.ticks], label=said),
+        _plot(lines, marks, y, said),
         element(
             "div", element("span", "first instruction"), element("span", "last"), class_="x-ends"
         ),
@@ -147,46 +124,23 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup:
     )
 
 
-def plot(
-    shapes: Sequence[Markup],
-    marks: Sequence[Markup],
-    y: Axis,
-    *,
-    y_words: Sequence[str],
-    label: str,
-) -> Markup:
-    """A drawing area with grid lines at the ticks of an axis and their labels to the left.
-
-    - `shapes`: SVG elements, in units of `_WIDTH` by `_HEIGHT`.
-    - `marks`: HTML elements that lie over the drawing.
-    - `y_words`: the label of each of its ticks.
-    - `label`: the drawing in words, for screen readers.
-    """
+def _plot(shapes: Sequence[Markup], marks: Sequence[Markup], y: Axis, label: str) -> Markup:
+    """SVG `shapes`, `_WIDTH` by `_HEIGHT`, under HTML `marks`, with a grid line at each tick."""
     grid, names = [], []
-    for tick, word in zip(y.ticks, y_words, strict=True):
+    for tick in y.ticks:
         share = 1 - y.share(tick)
         height = f"{share * _HEIGHT:.2f}"
         grid.append(element("line", x1=0, x2=_WIDTH, y1=height, y2=height, class_="grid"))
-        names.append(element("span", word, style=f"top:{100 * share:.2f}%"))
-    drawing = element(
-        "svg",
-        grid,
-        list(shapes),
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-    )
+        names.append(element("span", f"{tick:,g}", style=f"top:{100 * share:.2f}%"))
     return element(
         "div",
         element("div", names, class_="y-ticks", aria_hidden="true"),
-        element("div", drawing, list(marks), class_="area"),
+        element("div", _svg([*grid, *shapes], _HEIGHT, label), list(marks), class_="area"),
         class_="plot",
     )
 
 
 def peak_of(attribution: Attribution) -> tuple[int, int]:
-    """Schedule position and live bytes of the highest point of the timeline."""
     return max(attribution.timeline, key=lambda point: point[1])
 
 

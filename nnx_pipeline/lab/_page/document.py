@@ -1,29 +1,16 @@
 """The page as a whole: what was compared, the verdicts, and a card for each experiment."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 
 from nnx_pipeline.lab._page import tables
 from nnx_pipeline.lab._page.charts import DrawnArm, role_bars, timeline
-from nnx_pipeline.lab._page.floors import floors
 from nnx_pipeline.lab._page.markup import Markup, element, fragment
 from nnx_pipeline.lab._page.style import STYLE
+from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
-from nnx_pipeline.lab._report.view.figures import (
-    COLUMNS,
-    DASH,
-    GEMM_NAMES,
-    QUANTITIES,
-    are_alike,
-    differ_by_gemm,
-    estimated,
-    megabytes,
-    relative_change,
-    same_numbers,
-    verdict_words,
-)
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, QUANTITIES, megabytes
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import BUFFERS, MEMORY, TIME, VERDICTS
@@ -39,13 +26,6 @@ NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes hold i
 def outcomes_page(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = (), *, command: str = ""
 ) -> str:
-    """The report of `ab` or `compare` as one HTML file.
-
-    - `title`: the heading, which names model, mesh and platform.
-    - `cublas`: the same experiments with cuBLASLt's matrix products, shown where they change
-      something.
-    - `command`: the command line that makes the page again, as it was given.
-    """
     measured = [m for outcome in (*outcomes, *cublas) for m in (outcome.a, outcome.b) if m]
     both = list(zip_longest(outcomes, cublas))
     summary = element("section", _summary(both), class_="card") if len(outcomes) > 1 else None
@@ -53,21 +33,14 @@ def outcomes_page(
     compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
     sentences = [element("p", line.text) for line in closing_sentences(outcomes)]
     shown = element("section", sentences, class_="card") if sentences else None
-    words = (MEMORY, TIME, VERDICTS, BUFFERS)
-    page = _Page(title, closing_remarks(measured, compared), command, words)
-    return page.around(fragment(shown, summary, cards))
+    words = MEMORY | TIME | VERDICTS | BUFFERS
+    body = fragment(shown, summary, cards)
+    return _page(title, closing_remarks(measured, compared), command, words, body)
 
 
 def measurement_page(
     title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
 ) -> str:
-    """The report of one program as one HTML file.
-
-    - `title`: the heading, and the label of the program.
-    - `measured`: the program with Triton's matrix products and with cuBLASLt's, or one of them.
-    - `command`: the command line that makes the page again, as it was given.
-    - `top`: how many rows the lists of the largest buffers have.
-    """
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
         arms = [
@@ -78,63 +51,44 @@ def measurement_page(
         "section",
         _headline(arms),
         tables.account_table(arms),
-        floors(arms),
+        tables.floors(arms),
         _memory(arms, top),
         _rest(arms),
         class_="card",
     )
-    return _Page(title, closing_remarks(measured), command, (MEMORY, TIME, BUFFERS)).around(body)
+    return _page(title, closing_remarks(measured), command, MEMORY | TIME | BUFFERS, body)
 
 
-@dataclass(frozen=True)
-class _Page:
-    """The header and the footer that go around the body of a page.
-
-    - `notes`: the compiler and whatever else a reader has to know about the figures.
-    - `command`: the command line that made the page; "" leaves it out.
-    - `words`: the words that the footer explains, in groups.
-    """
-
-    title: str
-    notes: Sequence[Remark]
-    command: str
-    words: Sequence[Mapping[str, str]]
-
-    def around(self, body: Markup) -> str:
-        """The whole HTML document with this body."""
-        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-        header = element(
-            "header",
-            element("h1", self.title),
-            element("p", element("code", self.command), class_="quiet") if self.command else None,
-            [
-                element("p", note.text, class_="quiet" if note.tone == "plain" else "warning")
-                for note in self.notes
-            ],
-        )
-        explained = [
-            (element("dt", word), element("dd", sentence))
-            for group in self.words
-            for word, sentence in group.items()
-        ]
-        footer = element(
-            "footer",
-            element("details", element("summary", "What the words mean"), element("dl", explained)),
-            element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
-        )
-        head = element(
-            "head",
-            element("meta", charset="utf-8"),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("meta", name="color-scheme", content="light dark"),
-            element("link", rel="icon", href="data:,"),
-            element("title", self.title),
-            element("style", Markup(STYLE)),
-        )
-        page = element(
-            "html", head, element("body", header, element("main", body), footer), lang="en"
-        )
-        return f"<!DOCTYPE html>\n{page}\n"
+def _page(
+    title: str, notes: Sequence[Remark], command: str, words: Mapping[str, str], body: Markup
+) -> str:
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    header = element(
+        "header",
+        element("h1", title),
+        element("p", element("code", command), class_="quiet") if command else None,
+        [
+            element("p", note.text, class_="quiet" if note.tone == "plain" else "warning")
+            for note in notes
+        ],
+    )
+    explained = [(element("dt", word), element("dd", said)) for word, said in words.items()]
+    footer = element(
+        "footer",
+        element("details", element("summary", "What the words mean"), element("dl", explained)),
+        element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        element("style", Markup(STYLE)),
+    )
+    page = element("html", head, element("body", header, element("main", body), footer), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
 
 
 def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
@@ -143,7 +97,7 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
         name = outcome.question.name
         link = element("a", name, href=f"#{name}")
         rows.append(([link, " ", element("span", outcome.question.claim, class_="claim")], outcome))
-        if other and differ_by_gemm(outcome, other):
+        if other and figures.differ_by_gemm(outcome, other):
             rows.append(
                 ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
             )
@@ -159,18 +113,17 @@ def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
     ratio = outcome.ratio(outcome.question.judged_by)
     return (
         _pill(outcome),
-        DASH if ratio is None else f"{ratio:.3f}",
+        figures.DASH if ratio is None else f"{ratio:.3f}",
         *(_pair(outcome.bytes_of(name)) for name in QUANTITIES),
         _pair_of_steps((outcome.a, outcome.b)),
     )
 
 
 def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
-    """What changes with NVIDIA's other kind of matrix product; None if that was not measured."""
     if other is None:
         return None
     triton, cublas = GEMM_NAMES["triton"], GEMM_NAMES["cublas"]
-    if not differ_by_gemm(outcome, other):
+    if not figures.differ_by_gemm(outcome, other):
         words = f"With {cublas}’s matrix products instead of {triton}’s: the same memory."
         return element("p", words, class_="quiet")
     rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
@@ -185,20 +138,15 @@ def _pair(values: Sequence[int | None]) -> str:
 
 def _pair_of_steps(results: Sequence[Measurement | None]) -> str:
     times = [result.time if result else None for result in results]
-    return " → ".join(estimated(time, "step_seconds") for time in times)
-
-
-def _step(result: Measurement | None) -> float | None:
-    return result.time.step_seconds if result and result.time else None
+    return " → ".join(figures.estimated(time, "step_seconds") for time in times)
 
 
 def _pill(outcome: Outcome) -> Markup:
     css = "failed" if outcome.failed else outcome.verdict.replace(" ", "-")
-    return element("span", verdict_words(outcome), class_=f"pill {css}")
+    return element("span", figures.verdict_words(outcome), class_=f"pill {css}")
 
 
 def _card(outcome: Outcome, other: Outcome | None) -> Markup:
-    """The card of one experiment: what differs, the verdict, and why."""
     question = outcome.question
     arms = [tables.LabelledProgram(key, *arm) for key, arm in zip("ab", outcome.arms, strict=True)]
     return element(
@@ -210,15 +158,15 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
             element("span", f"claim: {question.claim}", class_="claim") if question.claim else None,
         ),
         element("p", question.difference, class_="difference"),
-        _fields(outcome),
+        tables.changed_fields(outcome.a, outcome.b) if outcome.a and outcome.b else None,
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
         _by_gemm(outcome, other),
-        element("p", f"Same numbers: {same_numbers(outcome.numerics)}.", class_="quiet")
+        element("p", f"Same numbers: {figures.same_numbers(outcome.numerics)}.", class_="quiet")
         if outcome.numerics
         else None,
         tables.account_table(arms) if outcome.a or outcome.b else None,
-        floors(arms),
+        tables.floors(arms),
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
         class_="card",
@@ -226,31 +174,21 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
     )
 
 
-def _fields(outcome: Outcome) -> list[Markup]:
-    if not outcome.a or not outcome.b:
-        return []
-    return [
-        element("p", element("code", f"{key}: {one} → {other}"), class_="quiet")
-        for key, one, other in tables.changed_fields(outcome.a, outcome.b)
-    ]
-
-
 def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
-    """The main figures of the arms, in large print."""
     results = [arm.result for arm in arms]
     memories = [result.memory if result else None for result in results]
     if not any(memories):
         return None
     items = []
-    for label in COLUMNS:
+    for label in figures.COLUMNS:
         values = [getattr(memory, f"{label}_bytes") if memory else None for memory in memories]
         items.append(
             element("div", element("dt", label), element("dd", _pair(values), _unit(values, "MB")))
         )
-    steps = list(map(_step, results))
+    times = [result.time if result else None for result in results]
+    steps = [time.step_seconds if time else None for time in times]
     if any(steps):
-        times = [result.time if result else None for result in results]
-        alike = steps if are_alike(times[0], times[-1]) else ()  # else no ratio is known
+        alike = steps if figures.are_alike(times[0], times[-1]) else ()  # else no ratio is known
         shown = element("dd", _pair_of_steps(results), _unit(alike, "ms"))
         items.append(element("div", element("dt", "estimated step"), shown))
     return element("dl", items, class_="headline")
@@ -259,12 +197,11 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
 def _unit(values: Sequence[float | None], unit: str) -> Markup:
     words = f" {unit}"
     if len(values) == 2 and values[0] and values[1] is not None:
-        words += f" ({relative_change(values[0], values[1])})"
+        words += f" ({figures.relative_change(values[0], values[1])})"
     return element("small", words)
 
 
 def _memory(arms: Sequence[tables.LabelledProgram], top: int) -> Markup | None:
-    """What the heap holds, as charts and as lists of buffers."""
     is_alone = len(arms) == 1
     measured = [arm for arm in arms if arm.result]
     if not measured:

@@ -19,12 +19,10 @@ Content: TypeAlias = "str | Sequence[Content] | None"  # a Markup is a str that 
 
 
 def element(name: str, /, *content: "Content", **attributes: str | float | bool | None) -> Markup:
-    """The HTML element `<name attributes>content</name>`.
+    """The HTML element `<name attributes>content</name>`; texts are escaped, and None is left out.
 
-    - `name`: the tag; those of `_VOID` have no content.
-    - `content`: elements, lists of them, texts, which are escaped, or None, which is left out.
-    - `attributes`: an underscore in a name stands for a hyphen and one at the end is dropped
-      (`class_`, `aria_label`). None or False leaves an attribute out, True gives it no value.
+    In the name of an attribute an underscore stands for a hyphen and one at the end is dropped
+    (`class_`, `aria_label`). None or False leaves an attribute out, True gives it no value.
     """
     begin = f"<{name}{''.join(_attribute(*pair) for pair in attributes.items())}>"
     if name in _VOID:
@@ -33,7 +31,6 @@ def element(name: str, /, *content: "Content", **attributes: str | float | bool 
 
 
 def fragment(*content: "Content") -> Markup:
-    """The HTML of some content, as for `element`, without an element around it."""
     return Markup("".join(_text(part) for part in content))
 
 

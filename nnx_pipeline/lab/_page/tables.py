@@ -5,19 +5,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
-from nnx_pipeline.lab._page.markup import Content, Markup, element
+from nnx_pipeline.lab._page.markup import Content, Markup, element, fragment
+from nnx_pipeline.lab._report.view import figures, floor
 from nnx_pipeline.lab._report.view.buffers import BufferRow, difference_row
-from nnx_pipeline.lab._report.view.colours import role_colour
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    OTHER_ROWS,
-    account_rows,
-    basis_of,
-    estimated,
-    megabytes,
-    shares,
-    teraflops,
-)
+from nnx_pipeline.lab._report.view.figures import DASH, megabytes
 from nnx_pipeline.lab.attribution._result import BufferDifference
 from nnx_pipeline.lab.attribution.account import ROWS
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -26,11 +17,7 @@ _SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
 
 
 class LabelledProgram(NamedTuple):
-    """One of the programs of a table.
-
-    - `key`: its letter, `a` or `b`; "" for one on its own.
-    - `result`: its figures; None where it did not compile.
-    """
+    """One of the programs of a table; its letter is `a`, `b`, or "" for the only one."""
 
     key: str
     label: str
@@ -45,43 +32,26 @@ def table(
     numbers: int,
     narrow: bool = False,
 ) -> Markup:
-    """An HTML table whose first cell of each row is the heading of the row.
-
-    - `caption`: the title above the table; None for none.
-    - `rows`: the cells of each row, as for `element`.
-    - `numbers`: how many columns at the end hold figures.
-    - `narrow`: whether the table fits a phone as it is; any other becomes a list of its rows there.
-    """
-    first = len(head) - numbers
-
-    def kind(index: int) -> str | None:
-        return "number" if index >= first else None
+    """An HTML table with figures in its last columns; unless `narrow`, a list on a phone."""
+    kinds = [None] * (len(head) - numbers) + ["number"] * numbers
+    names = [element("th", h, scope="col", class_=css) for h, css in zip(head, kinds, strict=True)]
 
     def cell(index: int, content: Content) -> Markup:
         if index == 0:
             return element("th", content, scope="row", class_="wide")
-        css = kind(index) or "wide"
-        return element("td", content, class_=css, data_label=head[index])
+        return element("td", content, class_=kinds[index] or "wide", data_label=head[index])
 
     return element(
         "table",
         element("caption", caption) if caption else None,
-        element(
-            "thead",
-            element(
-                "tr", [element("th", h, scope="col", class_=kind(i)) for i, h in enumerate(head)]
-            ),
-        ),
+        element("thead", element("tr", names)),
         element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
         class_=None if narrow else "stacks",
     )
 
 
 def change(before: float | None, after: float | None, *, coloured: bool = True) -> Markup | str:
-    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing.
-
-    - `coloured`: whether more is a loss and less a gain.
-    """
+    """By how many MB a size in bytes grows; `coloured` where more is a loss and less a gain."""
     if before is None or after is None:
         return DASH
     words = f"{(after - before) / 1e6:+,.1f}"
@@ -93,13 +63,12 @@ def change(before: float | None, after: float | None, *, coloured: bool = True) 
 
 
 def roles_table(arms: Sequence[DrawnArm]) -> Markup:
-    """The legend of the bars, with the MB of each role."""
     sizes = [arm.attribution.by_role() for arm in arms]
     rows = []
     for role in roles_of(arms):
         if all(of_arm.get(role, 0) < _SMALLEST for of_arm in sizes):
             continue  # its row would say 0.0 everywhere
-        row = [(swatch(role), role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
+        row = [_named(role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
         if len(arms) == 2:
             row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
         rows.append(row)
@@ -111,11 +80,10 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
     return table(None, head, rows, numbers=len(head) - 1, narrow=True)
 
 
-def swatch(role: str) -> Markup:
-    """A small square in the colour of a role."""
-    return element(
-        "span", class_="swatch", style=f"background:{role_colour(role)}", aria_hidden="true"
-    )
+def _named(role: str, name: str = "") -> Content:
+    """A small square in the colour of a role, and its name."""
+    colour = f"background:{figures.ROLE_COLOURS[role]}"
+    return [element("span", class_="swatch", style=colour, aria_hidden="true"), name or role]
 
 
 def _what(row: BufferRow) -> Content:
@@ -127,11 +95,10 @@ def _what(row: BufferRow) -> Content:
 
 
 def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
-    """A table of the largest buffers at the peak; buffers that read the same share a row."""
     cells = [
         (
             _what(row),
-            (swatch(row.role), row.role),
+            _named(row.role),
             f"{row.count}" if row.count > 1 else "",
             megabytes(row.bytes),
         )
@@ -141,11 +108,10 @@ def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
 
 
 def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Markup:
-    """A table of what changed, buffer by buffer, largest change first."""
     cells = [
         (
             _what(row),
-            (swatch(of.role), row.role),
+            _named(of.role, row.role),
             megabytes(of.a_bytes),
             megabytes(of.b_bytes),
             change(of.a_bytes, of.b_bytes),
@@ -156,8 +122,7 @@ def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Mark
 
 
 def account_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """What each program holds in device memory; the last row is the sum."""
-    known = [account_rows(arm.result) if arm.result else None for arm in arms]
+    known = [figures.account_rows(arm.result) if arm.result else None for arm in arms]
     # One program may have a row that the other lacks, in the midst of the same rows.
     *_, total = labels = max((list(rows) for rows in known if rows), key=len)
     rows: list[list[Content]] = []
@@ -180,20 +145,19 @@ def account_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """Everything else that the compiler reports of each arm."""
     results = [arm.result for arm in arms]
     rows: list[list[Content]] = []
-    for label, field in OTHER_ROWS.items():
+    for label, field in figures.OTHER_ROWS.items():
         values = [getattr(r.memory, field) if r else None for r in results]
         rows.append([f"{label}, MB", *map(megabytes, values)])
         if len(values) == 2:
             # The memory of the host is not the memory of a device.
             rows[-1].append(change(*values, coloured=not field.startswith("host")))
-    flops = [teraflops(r.flops) if r else DASH for r in results]
+    flops = [figures.teraflops(r.flops) if r else DASH for r in results]
     rows.append(["matrix products", *flops])
     if any(result and result.time for result in results):
         rows += _time_rows(results)
-    for name in _collectives(results):
+    for name in dict.fromkeys(name for r in results if r for name in r.collectives or {}):
         said = [_traffic(r, name) for r in results]
         rows.append([f"{name}, MB of results", *said])
     for phase in dict.fromkeys(phase for r in results if r for phase in r.seconds):
@@ -207,10 +171,9 @@ def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
 
 
 def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
-    """The estimated time of each arm, and by what it is known."""
     times = [result.time if result else None for result in results]
     # The words for two arms differ only in what their branches leave open.
-    known = dict.fromkeys(basis_of(time) for time in times if time)
+    known = dict.fromkeys(figures.basis_of(time) for time in times if time)
     fields = (
         (f"estimated step, ms ({', or '.join(known)})", "step_seconds"),
         ("of this compute, ms", "compute_seconds"),
@@ -220,13 +183,10 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
         ("all transfers to and from the host, ms", "host_seconds"),
     )
     rows: list[list[Content]] = [
-        [label, *(estimated(time, field) for time in times)] for label, field in fields
+        [label, *(figures.estimated(time, field) for time in times)] for label, field in fields
     ]
-    return [*rows, ["useful and launched", *(shares(time) if time else DASH for time in times)]]
-
-
-def _collectives(results: Sequence[Measurement | None]) -> list[str]:
-    return list(dict.fromkeys(name for r in results if r for name in r.collectives or {}))
+    rows.append(["useful and launched", *(figures.shares(t) if t else DASH for t in times)])
+    return rows
 
 
 def _traffic(result: Measurement | None, name: str) -> str:
@@ -235,7 +195,6 @@ def _traffic(result: Measurement | None, name: str) -> str:
 
 
 def config_table(arms: Sequence[LabelledProgram]) -> Markup:
-    """The value of each field of the config, or both values where the arms differ."""
     known = [_fields(arm.result) for arm in arms if arm.result]
     keys = dict.fromkeys(key for fields in known for key in fields)
     rows = []
@@ -245,13 +204,13 @@ def config_table(arms: Sequence[LabelledProgram]) -> Markup:
     return table(None, ("field", "value"), rows, numbers=0)
 
 
-def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
-    """The fields and compiler settings in which the arms differ, each with both values as text."""
+def changed_fields(a: Measurement, b: Measurement) -> list[Markup]:
     one, other = _fields(a), _fields(b)
+    changed = [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+    shown = [(key, *(_plain(arm.get(key, DASH)) for arm in (one, other))) for key in changed]
     return [
-        (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))
-        for key in dict.fromkeys([*one, *other])
-        if one.get(key) != other.get(key)
+        element("p", element("code", f"{key}: {before} → {after}"), class_="quiet")
+        for key, before, after in shown
     ]
 
 
@@ -260,7 +219,6 @@ def _fields(result: Measurement) -> dict[str, object]:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The nested fields of a config in one dict, under dotted names."""
     found: dict[str, object] = {}
     for key, value in config.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
@@ -270,3 +228,37 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def floors(arms: Sequence[LabelledProgram]) -> Markup | None:
+    known = [_floor(arm.key, arm.result) for arm in arms if arm.result and arm.result.floor]
+    return fragment(known) if known else None
+
+
+def _floor(key: str, measured: Measurement) -> Markup:
+    whose = f" of {key}" if key else ""
+    lines = [element("p", line, class_="quiet") for line in floor.floor_lines(measured)]
+    least = measured.floor
+    if least is None or least.peak is None:
+        return element("details", element("summary", f"Floor{whose}"), lines)
+    gaps = [
+        (_named(gap.role), *map(megabytes, sizes), change(*reversed(sizes)))
+        for gap in floor.gaps_of(measured)
+        for sizes in [(gap.bytes, gap.least_bytes)]
+    ]
+    caption = "The heap at its peak beside the floor, by role"
+    rows = [*floor.term_rows(least.arguments), *floor.rows_at(least.peak)]
+    most = least.expected_peak
+    return element(
+        "details",
+        element("summary", f"Floor{whose}: {floor.ABOUT}"),
+        lines,
+        table(caption, ("role", "MB", "floor, MB", "above"), gaps, numbers=3) if gaps else None,
+        _terms(f"Most at: {least.peak.name}", rows),
+        _terms(f"Expected, most at: {most.name}", floor.rows_at(most)) if most else None,
+    )
+
+
+def _terms(caption: str, rows: Sequence[floor.TermRow]) -> Markup:
+    cells = [(row.name, row.formula, row.size) for row in rows]
+    return table(caption, ("what", "formula", "MB"), cells, numbers=1)

@@ -1,24 +1,13 @@
-"""What memory holds, as a bar chart for a pull request, for instance.
-
-matplotlib is imported only when a chart is drawn.
-"""
+"""What memory holds, as a bar chart for a pull request, for instance."""
 
 import textwrap
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab._files import ink_on
-from nnx_pipeline.lab._report.view.colours import role_colour
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    GEMM_NAMES,
-    compiler,
-    differ_by_gemm,
-    megabytes,
-    role_totals,
-    verdict_words,
-)
+from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, megabytes
 from nnx_pipeline.lab._report.view.remarks import headed, settings_lines
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -30,19 +19,12 @@ if TYPE_CHECKING:
 _WIDTH = 10.0  # inches; 1500 pixels at 150 dots per inch
 _LETTER = 0.075  # inches; average width of a letter of 9 points
 _BAR, _GAP = 0.62, 0.55  # height of a bar and space between experiments, in rows
-
-
 _HEAP = "heap of device memory at its peak"
 _ACCOUNT = "device memory of the account: arguments, outputs, constants and heap"
 
 
 class Bar(NamedTuple):
-    """A bar of the chart.
-
-    - `group`: the heading of the experiment that it belongs to.
-    - `label`: the text to the left of the bar.
-    - `sizes`: bytes of each of its pieces, by role; None is drawn as a dash.
-    """
+    """A bar with the heading of its experiment; None for `sizes`, bytes by role, draws a dash."""
 
     group: str
     label: str
@@ -52,24 +34,21 @@ class Bar(NamedTuple):
 def outcomes_chart(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = ()
 ) -> "Figure":
-    """Two bars per experiment, arm a above arm b, all on one scale.
+    """Two bars per experiment, and two more where cuBLASLt's matrix products change something.
 
-    - `cublas`: the same experiments with cuBLASLt's matrix products, which get two more bars where
-      they change something.
-
-    The bars show the heap, or the account where every verdict is about that.
+    They show the heap, or the account where every verdict is about that.
     """
     judged = {outcome.question.judged_by for outcome in outcomes}
     drawn: Quantity = "account" if judged == {"account"} else "heap"
     bars: list[Bar] = []
     for outcome, other in zip_longest(outcomes, cublas):
         bars += _bars(outcome, group_heading(outcome, drawn), "", drawn)
-        if other and differ_by_gemm(outcome, other):
+        if other and figures.differ_by_gemm(outcome, other):
             kind = GEMM_NAMES["cublas"]
             bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
-    small_print = compiler(measured[0]) if measured else ""
+    small_print = figures.compiler(measured[0]) if measured else ""
     return make_chart(headed(title, outcomes), bars, small_print, what)
 
 
@@ -81,10 +60,7 @@ def _bars(outcome: Outcome, heading: str, more: str, drawn: Quantity) -> list[Ba
 
 
 def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
-    """Bytes by role of what a bar shows; None where the compiler wrote no buffer assignment.
-
-    - `drawn`: `heap`, or `account`, which adds arguments, outputs and constants.
-    """
+    """Bytes by role of what a bar shows; None where the compiler wrote no buffer assignment."""
     if result.attribution is None:
         return None
     heap = result.attribution.by_role()
@@ -101,23 +77,18 @@ def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
 
 
 def program_chart(title: str, *measured: Measurement) -> "Figure":
-    """A chart of the heap, with one bar for each kind of matrix product that was measured."""
     bars = [
         Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
     ]
     head = "\n".join([title, *settings_lines(measured)])
-    return make_chart(head, bars, compiler(measured[0]), _HEAP)
+    return make_chart(head, bars, figures.compiler(measured[0]), _HEAP)
 
 
 def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
-    """The verdict with the figures that it is about, and what the bars say if they show others.
-
-    - `drawn`: the figure that the bars show.
-    - `more`: a text to put after the experiment's name.
-    """
+    """The verdict with its figures, and what the bars say if they show other ones."""
     judged = outcome.question.judged_by
-    words = f"{outcome.question.name}{more}: {verdict_words(outcome)}"
+    words = f"{outcome.question.name}{more}: {figures.verdict_words(outcome)}"
     if outcome.verdict == NOT_APPLICABLE:
         return words
     words += f", {' → '.join(map(megabytes, outcome.bytes_of(judged)))} MB"
@@ -129,16 +100,9 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 
 
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
-    """A chart of horizontal bars in pieces, each with its total, and a legend below.
-
-    - `title`: what stands above the chart, with the settings in lines of their own.
-    - `bars`: from top to bottom; bars of one group follow each other.
-    - `small_print`: the compiler, named above the legend.
-    - `what`: what the bars show, for the axis.
-    """
     from matplotlib.figure import Figure
 
-    sums = role_totals([bar.sizes or {} for bar in bars])
+    sums = figures.role_totals([bar.sizes or {} for bar in bars])
     groups = list(dict.fromkeys(bar.group for bar in bars))
     letters = int(_WIDTH / _LETTER / 1.25)
     head = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
@@ -163,35 +127,25 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
         _draw(axes, place, bar, list(sums))
     for group in groups if bars[0].group else ():
         first = next(p for p, bar in zip(places, bars, strict=True) if bar.group == group)
-        axes.annotate(
-            group,
-            (0, first - 0.5),
-            fontsize=9,
-            fontweight="bold",
-            va="center",
-        )
+        axes.annotate(group, (0, first - 0.5), fontsize=9, fontweight="bold", va="center")
     _legend(figure, sums, small_print)
     return figure
 
 
 def _places(bars: Sequence[Bar]) -> list[float]:
-    places, at = [], 0.0
-    for index, bar in enumerate(bars):
-        if index:
-            at += 1 if bar.group == bars[index - 1].group else 1 + _GAP
-        places.append(at)
-    return places
+    steps = [1 if one.group == other.group else 1 + _GAP for one, other in pairwise(bars)]
+    return list(accumulate(steps, initial=0.0))
 
 
 def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
     if bar.sizes is None:
-        axes.text(0, place, f" {DASH}", va="center", fontsize=9)
+        axes.text(0, place, f" {figures.DASH}", va="center", fontsize=9)
         return
     sizes, at = bar.sizes, 0.0
     whole = axes.get_xlim()[1]
     for role in order:
         size = sizes.get(role, 0) / 1e6
-        colour = role_colour(role)
+        colour = figures.ROLE_COLOURS[role]
         axes.barh(place, size, _BAR, at, color=colour, edgecolor="white", linewidth=0.8)
         words = megabytes(sizes.get(role, 0))
         # Only a piece that is wide enough for its figure gets one.
@@ -206,7 +160,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
 def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=role_colour(role), label=role) for role in sums]
+    handles = [Patch(facecolor=figures.ROLE_COLOURS[role], label=role) for role in sums]
     if handles:
         figure.legend(
             handles=handles,

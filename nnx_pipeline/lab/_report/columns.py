@@ -1,7 +1,7 @@
-"""A table that leaves out whole columns where a screen is too narrow, rather than cut words."""
+"""Tables for the terminal, which leave out whole columns on a narrow screen and cut no words."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.cells import cell_len
@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.lab._report.view.remarks import Remark, Tone
 from nnx_pipeline.lab.errors import printable
 
 Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
@@ -19,13 +20,9 @@ SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read wit
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a `Columns`.
+    """On a narrow screen the column with the largest `left_out` goes first; one with 0 stays.
 
-    - `left_out`: the column with the largest number is left out first; one with 0 always stays.
-    - `is_number`: whether its cells are aligned to the right.
-    - `is_prose`: whether its cells may take several lines, broken between words.
-    - `shorter`: makes a cell shorter. It is tried before the column is left out. A column that
-      always stays is shortened before any column is left out.
+    A column is made `shorter` before it is left out, and one that stays before any other is.
     """
 
     name: str
@@ -35,32 +32,24 @@ class Column:
     shorter: Callable[[str], str] | None = None
 
 
-def figures(*names: str) -> list[Column]:
-    """Columns of numbers that always stay, with these heads."""
+def number_columns(*names: str) -> list[Column]:
     return [Column(name, is_number=True) for name in names]
 
 
+@dataclass
 class Columns:
-    """A table of text that fits any screen.
+    """A table of text that fits any screen; the line below it names the columns left out."""
 
-    - `title`: stands above the table, with a line below it that names the columns that are left
-      out.
-    - `is_bare`: whether it has no frame.
-    """
-
-    def __init__(
-        self, columns: Sequence[Column], *, title: str = "", is_bare: bool = False
-    ) -> None:
-        self.columns, self.title, self.is_bare = list(columns), title, is_bare
-        self.rows: Rows = []
+    columns: Sequence[Column]
+    title: str = ""
+    is_bare: bool = False
+    rows: Rows = field(default_factory=list)
 
     def add_row(self, *cells: str) -> None:
-        """Adds a row; cells that are not given are empty."""
         missing = len(self.columns) - len(cells)
         self.rows.append([*map(printable, cells), *[""] * missing])
 
     def add_section(self) -> None:
-        """Draws a line below the last row."""
         self.rows.append(None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -73,8 +62,8 @@ class Columns:
             if at is None:
                 is_whole = False
                 break
-            if self.columns[at].shorter and at not in shortened:
-                rows = self._shortened(rows, at)
+            if (shorter := self.columns[at].shorter) and at not in shortened:
+                rows = [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
                 shortened.add(at)
             else:
                 shown.remove(at)
@@ -91,11 +80,6 @@ class Columns:
                 return at
         order = [at for at in shown if self.columns[at].left_out]
         return max(order, key=lambda at: self.columns[at].left_out, default=None)
-
-    def _shortened(self, rows: Rows, at: int) -> Rows:
-        shorter = self.columns[at].shorter
-        assert shorter is not None, "asked for of columns that have a shorter form"
-        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
 
     def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
         """These columns; unless `is_whole`, long texts are folded, since nothing else helps."""
@@ -121,3 +105,29 @@ class Columns:
             else:
                 table.add_row(*(row[at] for at in shown))
         return table
+
+
+STYLES: dict[Tone, str] = {
+    "plain": "",
+    "strong": "bold",
+    "warning": "yellow",
+    "error": "red",
+    "alarm": "bold red",
+}
+
+
+def small_table(title: str, heads: Sequence[str], *sections: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=any(heads))
+    name, *figures = heads
+    table.add_column(name, no_wrap=True)
+    for head in figures:
+        table.add_column(head, justify="right", no_wrap=True)
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def texts(remarks: Iterable[Remark]) -> list[Text]:
+    return [Text(remark.text, style=STYLES[remark.tone]) for remark in remarks]

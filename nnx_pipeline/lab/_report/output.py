@@ -17,30 +17,25 @@ WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 
 
 def check_outputs(**paths: str | None) -> None:
-    """Raises InputError, before any work is done, unless every output can be written.
+    """Raises InputError, before any work is done, unless each output can be written.
 
-    - `paths`: the path of each output by the name of its option. `-`, standard output, is for
-      `json` alone, and no two options may name the same file.
+    `-` is for `json` alone, and no two options may name the same file.
     """
-    given = {f"--{name}": path for name, path in paths.items() if path is not None}
-    for option, path in given.items():
+    files = {f"--{name}": path for name, path in paths.items() if path is not None}
+    for option, path in files.items():
         if path == "-" and option != "--json":
             raise InputError(f"{option} -: only JSON goes to standard output; name a file")
         check_writable(path, option)
-        same = [o for o, p in given.items() if Path(p).resolve() == Path(path).resolve()]
+        same = [o for o, p in files.items() if Path(p).resolve() == Path(path).resolve()]
         is_device = Path(path).exists() and not Path(path).is_file()
         if len(same) > 1 and not is_device:
             raise InputError(f"{' and '.join(same)} both write {path}; name two files")
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raises InputError, before any work is done, if `path` cannot be written.
+    """Raises InputError, before any work is done, if `path` cannot be written; None and `-` can.
 
-    - `path`: a file; None and `-` can always be written.
-    - `option`: the name of the option, for the message.
-
-    An OSError for a name that is too long, for links that lead in a circle, and for a pipe that
-    nobody reads, is raised as it is.
+    The errors of `_NAMES` in `support` are raised as they are.
     """
     if path is None or path == "-":
         return
@@ -78,11 +73,7 @@ def _finite(value: object) -> object:
 class Screen(Console):
     """A console of Rich on which texts stand as they are.
 
-    - `stderr`: whether it is standard error.
-    - `width`: in columns; None for the width of the terminal.
-
-    Rich takes words in square brackets for markup, and shapes and messages contain them. It lets
-    control characters pass, and names from files may contain those.
+    Rich takes words in square brackets for markup, and shapes and messages contain them.
     """
 
     def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
@@ -91,7 +82,6 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """The segments of a renderable, those of text without control characters."""
         for segment in super().render(renderable, options):
             if segment.control:  # Rich moves the cursor itself
                 yield segment
@@ -100,7 +90,6 @@ class Screen(Console):
 
 
 def show(view: RenderableType, *, json_path: str | None) -> None:
-    """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
     if json_path != "-":
         # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
         width = None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES

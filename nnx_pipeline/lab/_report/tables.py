@@ -1,7 +1,7 @@
 """Shows results as tables for the terminal, and writes them as JSON."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -9,36 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab._report.memory_tables import difference_view
+from nnx_pipeline.lab._report.columns import small_table, texts
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.small_table import small_table, texts
-from nnx_pipeline.lab._report.time_table import time_table
-from nnx_pipeline.lab._report.view.figures import (
-    COLUMNS,
-    DASH,
-    GEMM_NAMES,
-    OTHER_ROWS,
-    account_rows,
-    compiler,
-    differ_by_gemm,
-    estimated,
-    megabytes,
-    same_numbers,
-    teraflops,
-    verdict_words,
-)
-from nnx_pipeline.lab._report.view.fit import ADVICE, fit_remarks
-from nnx_pipeline.lab._report.view.remarks import (
-    TOO_LARGE,
-    arm_lines,
-    blind_spots,
-    closing_remarks,
-    cpu_remarks,
-    gemm_remarks,
-    settings_remarks,
-    unread_lines,
-    warnings,
-)
+from nnx_pipeline.lab._report.program_tables import difference_view, floor_view, time_table
+from nnx_pipeline.lab._report.view import figures, remarks
+from nnx_pipeline.lab._report.view.figures import DASH, GEMM_NAMES, megabytes
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import PAGE
 from nnx_pipeline.lab.comparison.outcome import Outcome
@@ -57,65 +32,51 @@ def measurement_view(
     measurement: Measurement,
     *,
     hint: bool = True,
-    advice: Mapping[str, str] = ADVICE,
+    advice: Mapping[str, str] = remarks.ADVICE,
 ) -> RenderableType:
-    """What one program costs: memory, collectives, matrix products, time, and notes.
-
-    - `hint`: whether to name the option that shows both kinds of matrix product.
-    - `advice`: what to try where it does not fit, see `fit_remarks`.
-    """
+    """What one program costs; `hint` names the option that shows both kinds of products."""
     memory = _account_table(measurement)
     memory.add_section()
-    for label, field in OTHER_ROWS.items():
+    for label, field in figures.OTHER_ROWS.items():
         memory.add_row(label, megabytes(getattr(measurement.memory, field)))
     lines: list[RenderableType] = [
         Text(title, style="bold"),
-        Text(f"compiler: {compiler(measurement)}"),
+        Text(f"compiler: {figures.compiler(measurement)}"),
         *(Text(f"{name}: {choice}") for name, choice in measurement.choices.items()),
-        *texts(settings_remarks([measurement])),
+        *texts(remarks.settings_remarks([measurement])),
         memory,
         _traffic(measurement),
         Text(f"matrix products: {_products(measurement)}"),
         time_table(measurement.time),
-        *_floor(measurement),
+        *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
-    remarks = [
-        *cpu_remarks([measurement]),
-        *gemm_remarks([measurement], hint=hint),
-        *blind_spots([measurement]),
-        *warnings([*unread_lines([measurement]), *measurement.notes]),
-        *fit_remarks(measurement, advice),
+    closing = [
+        *remarks.cpu_remarks([measurement]),
+        *remarks.gemm_remarks([measurement], hint=hint),
+        *remarks.blind_spots([measurement]),
+        *remarks.warnings([*remarks.unread_lines([measurement]), *measurement.notes]),
+        *remarks.fit_remarks(measurement, advice),
     ]
-    return Group(*lines, *texts(remarks))
-
-
-def _floor(measurement: Measurement) -> list[RenderableType]:
-    """What a step must hold; any other program has no floor, and needs no tables of it."""
-    if measurement.floor is None:
-        return []
-    from nnx_pipeline.lab._report.floor_table import floor_view
-
-    return floor_view(measurement)
+    return Group(*lines, *texts(closing))
 
 
 def account_view(measurement: Measurement) -> RenderableType:
-    """The account alone, with remarks on its figures."""
-    remarks = [
-        *cpu_remarks([measurement]),
-        *blind_spots([measurement]),
-        *settings_remarks([measurement]),
-        *warnings(measurement.notes),
-        *fit_remarks(measurement),
+    closing = [
+        *remarks.cpu_remarks([measurement]),
+        *remarks.blind_spots([measurement]),
+        *remarks.settings_remarks([measurement]),
+        *remarks.warnings(measurement.notes),
+        *remarks.fit_remarks(measurement),
     ]
-    return Group(_account_table(measurement), *texts(remarks))
+    return Group(_account_table(measurement), *texts(closing))
 
 
 def _account_table(measurement: Measurement) -> Table:
     table = Table(title="memory per device", title_justify="left")
     table.add_column("", overflow="fold")
     table.add_column("MB", justify="right", no_wrap=True)
-    *parts, (label, total) = account_rows(measurement).items()
+    *parts, (label, total) = figures.account_rows(measurement).items()
     for part, size in parts:
         table.add_row(part, megabytes(size))
     table.add_section()
@@ -135,23 +96,24 @@ def _traffic(measurement: Measurement) -> RenderableType:
 
 
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
-    """One experiment after the other: the verdict, then the figures of both arms."""
     arms = [arm for outcome in outcomes for arm in _arms(outcome)]
     letters = max((len(label) for label, _ in arms), default=0)
     timed = any(result and result.time for _, result in arms)
-    heads = [*(f"{name} MB" for name in COLUMNS), *(["step ms"] if timed else [])]
+    heads = [*(f"{name} MB" for name in figures.COLUMNS), *(["step ms"] if timed else [])]
     parts: list[RenderableType] = [
         Text(title, style="italic"),
         _Rows([("", heads)], letters, heads, keys=""),
     ]
     for outcome in outcomes:
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
-        settings = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
+        settings = [Padding(Text(line), (0, 0, 0, 2)) for line in remarks.arm_lines(outcome)]
         parts += [Text(heading(outcome), style="bold"), *settings, _Rows(rows, letters, heads)]
     parts.append(_LeftOut(_Rows([], letters, heads)))
-    remarks = warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
+    closing = remarks.warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
-    remarks += closing_remarks(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
+    closing += remarks.closing_remarks(
+        measured, [o.numerics for o in outcomes if o.numerics], hint=hint
+    )
     changes = [
         difference_view(
             f"{outcome.question.name}: what differs at the peak of the heap", outcome.buffers
@@ -159,17 +121,14 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
         for outcome in outcomes
         if outcome.buffers
     ]
-    return Group(*parts, *changes, *texts([*remarks, *closing_sentences(outcomes)]))
+    return Group(*parts, *changes, *texts([*closing, *closing_sentences(outcomes)]))
 
 
 @dataclass(frozen=True)
 class _Rows:
     """Labels and figures of the arms, aligned in the same columns for all experiments.
 
-    - `rows`: label and figures of each arm.
-    - `letters`: the length of the longest label. A label too long for the room that there is takes
-      several lines, once the figures that a narrow screen leaves out are gone.
-    - `keys`: the letter of each arm; "" for a row of heads.
+    A label too long for its room takes several lines, once the figures of LEFT_OUT are gone.
     """
 
     rows: Sequence[tuple[str, Sequence[str]]]
@@ -179,23 +138,18 @@ class _Rows:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table.grid(padding=(0, 2, 0, 0))
-        shown = self._shown(options.max_width)
+        shown = self.shown(options.max_width)
         table.add_column("", width=_KEY_WIDTH)
         room = self._room(options.max_width, len(shown))
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
         for _ in shown:
             table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
-        for key, (label, figures) in zip(self.keys or " ", self.rows, strict=False):
-            cells = (figures[at] for at in shown)
+        for key, (label, sizes) in zip(self.keys or " ", self.rows, strict=False):
+            cells = (sizes[at] for at in shown)
             table.add_row(_KEY.format(key) if self.keys else "", label, *cells)
         yield table
 
-    def missing(self, width: int) -> list[str]:
-        """The heads of the figures that there is no room for."""
-        shown = self._shown(width)
-        return [head for at, head in enumerate(self.heads) if at not in shown]
-
-    def _shown(self, width: int) -> list[int]:
+    def shown(self, width: int) -> list[int]:
         shown = list(range(len(self.heads)))
         for name in LEFT_OUT:
             if name in self.heads and self._room(width, len(shown)) < min(self.letters, _LABEL):
@@ -208,38 +162,38 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """One line that names the figures which `rows` leaves out; nothing where it shows all."""
-
     rows: _Rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if missing := self.rows.missing(options.max_width):
-            names = ", ".join(missing)
-            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
+        shown = self.rows.shown(options.max_width)
+        if missing := [head for at, head in enumerate(self.rows.heads) if at not in shown]:
+            names = f"left out at {options.max_width} columns: {', '.join(missing)}"
+            yield Text(names, style="dim")
 
 
 def _figures(result: Measurement | None, timed: bool) -> list[str]:
-    sizes = [getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS]
-    step = estimated(result.time if result else None, "step_seconds")
+    sizes = [
+        getattr(result.memory, f"{name}_bytes") if result else None for name in figures.COLUMNS
+    ]
+    step = figures.estimated(result.time if result else None, "step_seconds")
     return [*map(megabytes, sizes), *([step] if timed else [])]
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
     return [
-        (f"{label}{TOO_LARGE if result and result.exceeds_device_memory else ''}", result)
+        (f"{label}{remarks.TOO_LARGE if result and result.exceeds_device_memory else ''}", result)
         for label, result in outcome.arms
     ]
 
 
 def heading(outcome: Outcome) -> str:
-    """Name and claim, the verdict and its figure, and whether both arms compute the same."""
     question = outcome.question
     name = f"{question.name} ({question.claim})" if question.claim else question.name
-    text = f"{name}: {verdict_words(outcome)}"
+    text = f"{name}: {figures.verdict_words(outcome)}"
     if (ratio := outcome.ratio(question.judged_by)) is not None:
         text += f", b/a {ratio:.3f}"
     if outcome.numerics:
-        text += f"; same numbers: {same_numbers(outcome.numerics)}"
+        text += f"; same numbers: {figures.same_numbers(outcome.numerics)}"
     return text
 
 
@@ -248,14 +202,9 @@ def show_measurements(
     results: Sequence[Measurement],
     *,
     json_path: str | None,
-    advice: Mapping[str, str] = ADVICE,
+    advice: Mapping[str, str] = remarks.ADVICE,
 ) -> None:
-    """Prints the tables of `compile` and `measure`, and writes their JSON.
-
-    - `results`: the program once, or with Triton's and with cuBLASLt's matrix products.
-    - `json_path`: the file for the JSON; `-` writes it to standard output instead of the tables,
-      and None writes none.
-    """
+    """Shows the program once, or with Triton's and with cuBLASLt's matrix products."""
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
     show(view(results[0]), json_path=json_path)
     for other in results[1:]:
@@ -265,31 +214,25 @@ def show_measurements(
 
 
 def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """The JSON of a program; its field `other_gemm` is the JSON of the variant for cuBLASLt.
-
-    - `rows`: the JSON of the program, and of the variant if there is one.
-    """
     first, *others = rows
     return {**first, "other_gemm": others[0]} if others else first
 
 
 def show_outcomes(
-    title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
+    title: str, by_gemm: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
-    """Prints the tables of `ab` and `compare`, and writes their JSON.
-
-    - `found`: the experiments once, or with Triton's and with cuBLASLt's matrix products.
-    - `platform`: what the JSON names as the platform.
-    """
+    """Shows the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
     result: dict[str, object] = {"schema": 1, "platform": platform}
-    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
+    for key, outcomes in zip(("experiments", "experiments_cublas"), by_gemm, strict=False):
         result[key] = [outcome.to_json() for outcome in outcomes]
-    both = len(found) > 1
+    both = len(by_gemm) > 1
     named = f"{title}, matrix products by {GEMM_NAMES['triton']}" if both else title
-    show(outcomes_view(named, found[0], hint=not both), json_path=json_path)
+    show(outcomes_view(named, by_gemm[0], hint=not both), json_path=json_path)
     if both:
-        pairs = zip(*found, strict=True)
-        differing = [other for one, other in pairs if differ_by_gemm(one, other) or other.failed]
+        pairs = zip(*by_gemm, strict=True)
+        differing = [
+            other for one, other in pairs if figures.differ_by_gemm(one, other) or other.failed
+        ]
         named = f"{title}, matrix products by {GEMM_NAMES['cublas']}, where that differs"
         view = outcomes_view(named, differing, hint=False) if differing else SAME_MEMORY
         show(view, json_path=json_path)
@@ -298,19 +241,15 @@ def show_outcomes(
 
 def _products(measurement: Measurement) -> str:
     known = measurement.flops is None and measurement.known_flops is not None
-    part = f", {teraflops(measurement.known_flops)} of them known" if known else ""
-    return f"{teraflops(measurement.flops)} per device and step{part}"
+    part = f", {figures.teraflops(measurement.known_flops)} of them known" if known else ""
+    return f"{figures.teraflops(measurement.flops)} per device and step{part}"
 
 
-def word_list(*groups: Iterable[tuple[str, str]]) -> RenderableType:
-    """Each word with its sentence, one below the other.
-
-    - `groups`: the items of tables of `view.words`.
-    """
+def word_list(*groups: Mapping[str, str]) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for group in groups:
-        for word, sentence in group:
+        for word, sentence in group.items():
             table.add_row(word, sentence)
     return Group(table, Text(PAGE, style="dim"))

@@ -6,16 +6,10 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from nnx_pipeline.lab._report.columns import Column, Columns
-from nnx_pipeline.lab._report.small_table import texts
+from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.tables import SAME_MEMORY
-from nnx_pipeline.lab._report.view.figures import (
-    DASH,
-    GEMM_NAMES,
-    megabytes,
-    milliseconds,
-    relative_change,
-)
+from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._report.view.figures import DASH, megabytes
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, Remark, warnings
 from nnx_pipeline.lab.compile._settings import written
 
@@ -36,25 +30,21 @@ FIGURES = {
     "peak MB": Figure("memory", "peak_bytes", megabytes),
     "account MB": Figure("memory", "account_bytes", megabytes),
     "TFLOP": Figure("", "flops", lambda flops: DASH if flops is None else f"{flops / 1e12:,.3f}"),
-    "compute ms": Figure("time", "compute_seconds", milliseconds),
-    "step ms": Figure("time", "step_seconds", milliseconds),
+    "compute ms": Figure("time", "compute_seconds", figures.milliseconds),
+    "step ms": Figure("time", "step_seconds", figures.milliseconds),
     "compile s": Figure("seconds", "compile", lambda s: DASH if s is None else f"{s:.1f}"),
 }
 
 
 def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
-    """The versions of the packages, then the figures of each with the difference to the first.
-
-    - `rows`: the JSON of each program in the order of the versions; `error` says why there is none.
-    """
     done = [row for row in rows if not row["error"]]
     parts: list[RenderableType] = [Text(title, style="italic"), _packages(rows), _figures(rows)]
     others = [row if row["error"] else row.get("other_gemm") for row in rows]
     if done and done[0].get("other_gemm"):
-        parts.insert(2, Text(f"matrix products by {GEMM_NAMES['triton']}"))
+        parts.insert(2, Text(f"matrix products by {figures.GEMM_NAMES['triton']}"))
         if any(row["memory"] != row["other_gemm"]["memory"] for row in done):
             named = [{**row, **(other or {})} for row, other in zip(rows, others, strict=True)]
-            parts += [Text(f"matrix products by {GEMM_NAMES['cublas']}"), _figures(named)]
+            parts += [Text(f"matrix products by {figures.GEMM_NAMES['cublas']}"), _figures(named)]
         else:
             parts.append(SAME_MEMORY)
     return Group(*parts, *_remarks(rows, done))
@@ -73,7 +63,6 @@ def _packages(rows: Sequence[Row]) -> Columns:
 
 
 def _figures(rows: Sequence[Row]) -> Columns:
-    """A line of figures for each version, and below it the differences to the first version."""
     # The first ones stay longest.
     heads = [
         Column(name.replace(" ", "\n"), order, is_number=True) for order, name in enumerate(FIGURES)
@@ -112,33 +101,24 @@ def _values(row: Row) -> list[float | None]:
 
 
 def _change(before: float | None, after: float | None) -> str:
-    """By what part a figure has grown; a dash where one of them is not known or nothing."""
     if not before or after is None:
         return DASH
     if after == before:
         return "="
-    return relative_change(before, after)
+    return figures.relative_change(before, after)
 
 
 def _remarks(rows: Sequence[Row], done: Sequence[Row]) -> list[Text]:
-    """Settings, what is left out of them, notes and errors, with the version that they are of."""
-    own = written(done[0]["xla"]) if done else ""
+    settings = written(done[0]["xla"]) if done else ""
+    left_out = "left out, because the compiler does not take it"
     notes = [
         f"jax {row['version']}: {note}"
         for row in done
-        for note in (
-            *(f"left out, because the compiler does not take it: {s}" for s in row["xla_left_out"]),
-            *row["notes"],
-        )
+        for note in (*(f"{left_out}: {name}" for name in row["xla_left_out"]), *row["notes"])
     ]
     is_of_cpu = any(row["platform"] == "cpu" for row in done)
-    errors = [
-        Remark(f"jax {row['version']}: {row['error']}", "error") for row in rows if row["error"]
-    ]
-    return texts(
-        [
-            *([Remark(f"compiler settings: {own}")] if own else []),
-            *warnings([*notes, *[CPU_WARNING] * is_of_cpu]),
-            *errors,
-        ]
-    )
+    remarks = [Remark(f"compiler settings: {settings}")] if settings else []
+    remarks += warnings([*notes, *[CPU_WARNING] * is_of_cpu])
+    failed = [row for row in rows if row["error"]]
+    remarks += [Remark(f"jax {row['version']}: {row['error']}", "error") for row in failed]
+    return texts(remarks)

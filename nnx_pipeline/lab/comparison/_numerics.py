@@ -12,22 +12,16 @@ Values = Mapping[str, np.ndarray]  # the loss and every gradient, or every param
 class Numerics:
     """How far apart the numbers are that the two arms of an experiment compute.
 
-    These are the loss and gradients of both arms, or the parameters that they create, in the size
-    `tiny` on CPU devices.
+    These are the loss and gradients, or the created parameters, in the size `tiny` on CPU devices,
+    whose `mesh` and `pipeline` may differ from the config's. `measured` is the date of a cached
+    result.
 
-    - `max_abs_diff`: the largest absolute difference of any value.
-    - `bitwise_equal`: whether all arrays have the same dtype and bits in both arms.
     - `within_tolerance`: whether in each array by itself the largest difference is at most the
       experiment's tolerance times the largest absolute value of that array in either arm. A
       difference that is NaN is not within tolerance.
-    - `mesh`: the mesh of the CPU devices.
-    - `pipeline`: the pipeline of the arms on that mesh, which differs from that of the config where
-      the latter does not fit.
-    - `worst`: the array in which the arms are farthest apart, relative to its largest absolute
-      value.
-    - `worst_relative`: how far apart they are in that array, relative to the same value.
+    - `worst`, `worst_relative`: the array in which the arms are farthest apart relative to its
+      largest absolute value, and how far apart relative to that value.
     - `all_zero`: arrays that are zero throughout in both arms, whose equality shows nothing.
-    - `measured`: when this was measured, in ISO format, if it comes from a cache.
     """
 
     max_abs_diff: float
@@ -44,14 +38,7 @@ class Numerics:
 def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
     """Compares the arrays of two arms; leaves `mesh` and `pipeline` of the result empty.
 
-    - `a`, `b`: the arrays of each arm by name.
-    - `tolerance`: the largest difference allowed in an array, relative to its largest absolute
-      value.
-
-    Relative differences need no lower bound on the value that they are divided by: an array that is
-    zero in both arms has the difference 0, and one that is zero in a single arm the difference 1.
-
-    Raises ValueError for an array that only one arm has or that has another shape in the other.
+    Raises ValueError for an array that only one arm has or whose shapes differ.
     """
     if a.keys() != b.keys():
         raise ValueError(f"one arm computes {sorted(a.keys() ^ b.keys())} and the other does not")
@@ -66,18 +53,18 @@ def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
         with np.errstate(invalid="ignore"):  # of infinities, whose difference is a NaN
             differences[name] = float(np.max(np.abs(pair[0] - pair[1]), initial=0.0))
             largest = float(np.max(np.abs(pair), initial=0.0))
+            # 0 where both arrays are zero, and 1 where one is.
             relative[name] = differences[name] / largest if largest else 0.0
     worst = max(relative, key=lambda name: (np.isnan(relative[name]), relative[name]))
     return Numerics(
         max_abs_diff=float(np.max(list(differences.values()))),
-        bitwise_equal=all(_same_bits(one, b[name]) for name, one in a.items()),
+        bitwise_equal=all(
+            one.dtype == b[name].dtype and one.tobytes() == b[name].tobytes()
+            for name, one in a.items()
+        ),
         within_tolerance=all(each <= tolerance for each in relative.values()),
         mesh="",
         worst=worst,
         worst_relative=relative[worst],
         all_zero=tuple(name for name in a if not (np.any(a[name]) or np.any(b[name]))),
     )
-
-
-def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and one.tobytes() == other.tobytes()

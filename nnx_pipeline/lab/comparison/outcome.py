@@ -26,15 +26,12 @@ NAMES: dict[Quantity, str] = {
 class Question:
     """The question whether the second of two programs, the arms, needs less memory than the first.
 
-    - `name`: a short name for the question.
     - `claim`: where it is claimed that the second arm needs less, such as `S3.2`.
     - `difference`: how the arms differ, in one sentence.
-    - `labels`: a short name for each arm.
     - `kind`: what is measured: a training step (`step`), the creation of parameters (`init`), or
       what the host holds while a step is traced (`trace`).
     - `judged_by`: the figure that should be smaller for the second arm.
-    - `same_program`: why both arms are the same program even before they are compiled, "" where
-      they are not.
+    - `same_program`: why both arms are the same program even before they are compiled, or "".
     """
 
     name: str
@@ -55,8 +52,7 @@ class Outcome:
     - `failed`: whether an arm did not compile, the numbers could not be compared, or the arms
       compute different numbers.
     - `a`, `b`: the measurement of each arm, None where it did not compile.
-    - `numerics`: how far apart the numbers that the arms compute are, None where they were not
-      compared.
+    - `numerics`: how far apart the arms' numbers are, None where they were not compared.
     """
 
     question: Question
@@ -86,9 +82,7 @@ class Outcome:
 
     def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
         """One figure of both arms, in bytes; None for an arm whose figure is not known."""
-        before, after = (
-            result.bytes_of(quantity) if result else None for result in (self.a, self.b)
-        )
+        before, after = (arm.bytes_of(quantity) if arm else None for arm in (self.a, self.b))
         return before, after
 
     def ratio(self, quantity: Quantity) -> float | None:
@@ -141,32 +135,21 @@ class Outcome:
 
 
 def compare_measurements(question: Question, a: Measurement | str, b: Measurement | str) -> Outcome:
-    """The outcome of two arms by their figures alone, without the numbers that they compute.
-
-    - `question`: what the arms are and which figure decides.
-    - `a`, `b`: the measurement of each arm, or the error as text where it did not compile.
-    """
-    notes = []
-    for label, result in zip(question.labels, (a, b), strict=True):
-        if isinstance(result, str):
-            notes.append(f"{label} did not compile: {result}")
-    one, other = (None if isinstance(result, str) else result for result in (a, b))
-    outcome = Outcome(
-        question=question,
-        a=one,
-        b=other,
-        verdict=NOT_APPLICABLE,
-        note="",
-        failed=one is None or other is None,
-    )
+    """The outcome by figures alone; an arm that did not compile is its error as text."""
+    pairs = zip(question.labels, (a, b), strict=True)
+    notes = [f"{label} did not compile: {arm}" for label, arm in pairs if isinstance(arm, str)]
+    failed = bool(notes)
+    one, other = (None if isinstance(arm, str) else arm for arm in (a, b))
+    outcome = Outcome(question=question, a=one, b=other, verdict="", note="", failed=failed)
     judged_by = question.judged_by
     verdict = outcome.verdict_by(judged_by)
-    if one and other:
-        notes += _why_no_effect(question, verdict, one, other)
+    if not failed:
+        notes += _why_no_effect(outcome, verdict)
         if verdict == NOT_APPLICABLE:
             notes.append(f"{NAMES[judged_by]} is not known")
         if judged_by == "trace_host":
-            notes.append(_host_bytes_while_tracing(outcome))
+            sizes = ("–" if n is None else f"{n / 1e6:.1f} MB" for n in outcome.bytes_of(judged_by))
+            notes.append(f"the verdict is about {NAMES[judged_by]}: {' and '.join(sizes)}")
         else:
             notes += _other_verdicts(outcome, verdict)
     notes += _notes_of_arms(outcome)
@@ -181,17 +164,10 @@ def _notes_of_arms(outcome: Outcome) -> list[str]:
     return [f"{' and '.join(those)}: {note}" for note, those in labels.items()]
 
 
-def _host_bytes_while_tracing(outcome: Outcome) -> str:
-    sizes = outcome.bytes_of("trace_host")
-    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in sizes)
-    return f"the verdict is about {NAMES['trace_host']}: {shown}"
-
-
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     """The verdicts by temp, heap and account, where they differ from the verdict.
 
-    The account decides whether a program fits, and is larger by all arguments: that it changes by
-    less than 1 % says little about the arms, and is left out.
+    The account has all arguments: that it changes by less than 1 % says little and is left out.
     """
     others: tuple[Quantity, ...] = ("temp", "heap")
     if outcome.verdict_by("account") != "no effect":
@@ -206,15 +182,14 @@ def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     ]
 
 
-def _why_no_effect(
-    question: Question, verdict: str, one: Measurement, other: Measurement
-) -> list[str]:
-    if one.fingerprint == other.fingerprint:
+def _why_no_effect(outcome: Outcome, verdict: str) -> list[str]:
+    question = outcome.question
+    if outcome.same_program:
         why = f", as {question.same_program}" if question.same_program else ""
         return [f"both arms compile to the same program{why}"]
     if verdict != "no effect" or question.kind == "trace":
         return []
-    judged_by = question.judged_by
-    if one.bytes_of(judged_by) == other.bytes_of(judged_by):
-        return [f"two programs with the same {judged_by}"]
-    return [f"two programs whose {judged_by} is less than 1 % apart"]
+    before, after = outcome.bytes_of(question.judged_by)
+    if before == after:
+        return [f"two programs with the same {question.judged_by}"]
+    return [f"two programs whose {question.judged_by} is less than 1 % apart"]

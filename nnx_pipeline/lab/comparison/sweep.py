@@ -24,10 +24,8 @@ FIGURES = (
 class Fit:
     """A straight line fitted by least squares: figure = slope · value + intercept.
 
-    - `slope`: how much the figure grows, in its own unit, if the field's value grows by 1.
-    - `intercept`: the figure at value 0.
-    - `r_squared`: the share of the figure's variance that the line explains. None for two values,
-      through which a line always goes, and for a figure that does not vary.
+    `r_squared` is the share of the figure's variance that the line explains. It is None for two
+    values, through which a line always goes, and for a figure that does not vary.
     """
 
     slope: float
@@ -37,12 +35,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One program of a sweep.
-
-    - `value`: the value that the field has in it.
-    - `result`: its measurement, None where that failed.
-    - `error`: why it failed, "" where it did not.
-    """
+    """One program of a sweep: its value of the field, and a measurement or why that failed."""
 
     value: Any
     result: Measurement | None
@@ -51,9 +44,8 @@ class Point:
     def figure(self, name: str) -> float | None:
         """One of FIGURES, with bytes and FLOPs per device; None where it is not known.
 
-        `step_seconds` is the estimated time of a step, `collective_seconds` the time of its
-        collectives. How long a program takes to compile is no figure, because several are compiled
-        at the same time.
+        `step_seconds` and `collective_seconds` are estimated. The time to compile is no figure,
+        because several programs are compiled at the same time.
         """
         if self.result is None:
             return None
@@ -109,10 +101,9 @@ class Sweep:
         - `figure`: one of FIGURES.
         - `arm`: the label of the arm to take; without it, the last one.
 
-        Points whose value is not a number or whose figure is not known are left out. The result is
-        None where fewer than two different values remain.
-
-        Raises InputError for a figure or an arm that does not exist.
+        Points whose value is not a number or whose figure is not known are left out. Returns None
+        where fewer than two different values remain. Raises InputError for an unknown figure or
+        arm.
         """
         if figure not in FIGURES:
             raise InputError(f"figure {figure!r} is not known; {nearest(figure, FIGURES)}")
@@ -124,9 +115,7 @@ class Sweep:
         return line_through([(x, y) for x, y in pairs if y is not None and _is_number(x)])
 
     def slope(self, figure: str, arm: str | None = None) -> float:
-        """How much the figure grows per unit of the value, for assertions in tests.
-
-        - `figure`, `arm`: see `fit`.
+        """How much the figure grows per unit of the value, for assertions in tests; see `fit`.
 
         Raises InputError where a point of any arm failed or there is no line, so that no test
         passes because figures are missing.
@@ -150,8 +139,8 @@ class Sweep:
                 }
             )
         along = {field: list(values) for field, values in self.along}
-        found = {"schema": 1, "platform": self.platform, "field": self.field}
-        return {**found, "along": along, "arms": arms}
+        head = {"schema": 1, "platform": self.platform, "field": self.field}
+        return {**head, "along": along, "arms": arms}
 
 
 def _is_number(value: object) -> bool:
@@ -159,10 +148,7 @@ def _is_number(value: object) -> bool:
 
 
 def line_through(pairs: list[tuple[float, float]]) -> Fit | None:
-    """Fits a line to pairs of value and figure by ordinary least squares.
-
-    None where there are fewer than two different values.
-    """
+    """Fits a line by ordinary least squares; None for fewer than two different values."""
     if len({x for x, _ in pairs}) < 2:
         return None
     x, y = np.array(pairs, np.float64).T

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_pipeline.lab._tracing.jaxpr import Location
 from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope, Value, program_scope, step_back
 
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
@@ -28,20 +29,22 @@ _REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 
 
 class ArraySize(NamedTuple):
-    """Bytes of an array, and whether they are those on one device."""
-
     bytes: int
     per_device: bool
 
 
+class Waste(NamedTuple):
+    """What a rule has found: where, how large it is, what it is and what to do about it."""
+
+    location: Location
+    size: ArraySize
+    what: str
+    cure: str
+
+
 @dataclass(eq=False)
 class LintedProgram:
-    """A traced program with what is known of its arguments.
-
-    - `parameters`: indices of the arguments that are parameters.
-    - `shardings`: the sharding of each argument, None for an argument without one.
-    - `devices`: how many devices the mesh has; 1 without a mesh.
-    """
+    """A traced program, with the indices of its parameters and the sharding of each argument."""
 
     traced: ClosedJaxpr
     parameters: frozenset[int]
@@ -53,28 +56,20 @@ class LintedProgram:
     def __post_init__(self) -> None:
         self.scope = program_scope(self.traced)
 
-    def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each parameter, without axes of size 1."""
-        inputs = self.traced.jaxpr.invars
-        return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
-
     def is_parameter(self, value: Value) -> bool:
-        """Whether a value is a parameter or a part of one, with no arithmetic done on it.
-
-        It may have been cast, moved, reshaped, sliced, or selected among parameters.
-        """
+        """Whether a value is a parameter or part of one, perhaps cast, moved or reshaped."""
         if value not in self._is_parameter:
             self._is_parameter[value] = self._comes_from_parameters(value)
         return self._is_parameter[value]
 
     def _comes_from_parameters(self, value: Value) -> bool:
-        found = False
+        is_reached = False
         for step in _history(value, _of_parameter):
             if step.way == "argument" and step.number in self.parameters:
-                found = True
+                is_reached = True
             elif step.way not in _LINKS and not _of_parameter(step):
                 return False
-        return found
+        return is_reached
 
     def is_gradient(self, value: Value) -> bool:
         """Whether a value adds up products of two arrays that are not parameters.
@@ -83,11 +78,10 @@ class LintedProgram:
         cotangent of y. A product with a parameter is an activation, or the cotangent of one.
         """
         for step in _history(value, _of_gradient):
-            name = step.equation.primitive.name if step.way == "made" else ""
-            if name in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
+            if step.primitive in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
                 return True
             # The gradient of a table: cotangents of rows are added where the rows were read.
-            if name == "scatter-add" and not self.is_parameter(step.values[2]):
+            if step.primitive == "scatter-add" and not self.is_parameter(step.values[2]):
                 return True
         return False
 
@@ -101,14 +95,14 @@ class LintedProgram:
         aval = value.aval
         if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
             return ArraySize(0, True)  # not an array, such as a token
-        whole = math.prod(aval.shape) * _itemsize(aval.dtype)
+        dtype = jnp.dtype(aval.dtype) if hasattr(aval.dtype, "kind") else aval.dtype
+        whole = math.prod(aval.shape) * getattr(dtype, "itemsize", 0)
         if self.devices == 1:
             return ArraySize(whole, True)
         parts = self._parts(value)
         return ArraySize(whole // (parts or 1), parts is not None)
 
     def _parts(self, value: Value) -> int | None:
-        """How many parts the sharding splits a value into; None if that is not known."""
         sharding = getattr(value.aval, "sharding", None)
         if sharding is not None and not sharding.mesh.empty:
             kinds = set(sharding.mesh.axis_types)
@@ -124,61 +118,49 @@ class LintedProgram:
     def sharding_of(self, value: Value) -> NamedSharding | None:
         """The sharding that the program gives a value in auto mode; None if it gives none.
 
-        A constraint gives it, or the argument that the value is. A value that is computed
-        elementwise from another one has the sharding of the other one.
+        An argument or a constraint has it, and what is computed elementwise has that of its
+        operand.
         """
         while True:
             step = step_back(value)
             if step.way == "argument":
-                found = self.shardings[step.number]
-                return found if isinstance(found, NamedSharding) else None
-            if step.way == "made":
-                name = step.equation.primitive.name
-                if name == "sharding_constraint":
-                    found = step.equation.params["sharding"]
-                    return found if isinstance(found, NamedSharding) else None
-                if name not in SAME | SUMS | FACTORS:
-                    return None
-            elif step.way != "same" or len(step.values) != 1:
+                return _named(self.shardings[step.number])
+            if step.primitive == "sharding_constraint":
+                return _named(step.equation.params["sharding"])
+            is_same = step.way == "same" and len(step.values) == 1
+            if not is_same and step.primitive not in SAME | SUMS | FACTORS:
                 return None
-            before = returned_operand(step) if step.way == "made" else step.values[0]
+            before = returned_operand(step)
             if before.aval.shape != value.aval.shape:
                 return None  # such as inside a shard_map, which has the part of one device
             value = before
 
 
+def _named(sharding: object) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape without axes of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
 def made_from(value: Value, through: set[str]) -> Value:
-    """The value that this one is made from by calls and by the given primitives alone.
-
-    - `through`: the primitives to go back through, all of `SAME` or `FORM`.
-    """
+    """The value that this one is made from by calls and by primitives of SAME or FORM alone."""
     while True:
         step = step_back(value)
-        if step.way == "same" and len(step.values) == 1:
-            value = step.values[0]
-        elif step.way == "made" and step.equation.primitive.name in through:
-            value = returned_operand(step)
-        else:
+        is_same = step.way == "same" and len(step.values) == 1
+        if not is_same and step.primitive not in through:
             return value
+        value = returned_operand(step)
 
 
 def array_text(value: Value) -> str:
-    """Dtype and shape, such as `float32[8,128]`."""
     return f"{value.aval.dtype.name}[{','.join(map(str, value.aval.shape))}]"
 
 
 def spreads_nothing(spec: P) -> bool:
     """Whether a spec shards no axis, or leaves all axes to the compiler."""
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
-
-
-def _itemsize(dtype: Any) -> int:
-    return jnp.dtype(dtype).itemsize if hasattr(dtype, "kind") else getattr(dtype, "itemsize", 0)
 
 
 def _split(spec: P, sizes: Any) -> int:
@@ -189,10 +171,7 @@ def _split(spec: P, sizes: Any) -> int:
 def _history(
     value: Value, through: Callable[[Derivation], Sequence[Value]]
 ) -> Iterator[Derivation]:
-    """Every step back from a value, through calls and loops and some equations.
-
-    - `through`: the operands of an equation from which to go on back, none to stop there.
-    """
+    """Every step back from a value, also to the operands that `through` gives of an equation."""
     # A carry comes from its own value after an iteration: without `seen` this would not end.
     seen, waiting = {value}, [value]
     while waiting:
@@ -205,9 +184,7 @@ def _history(
 
 def _of_parameter(step: Derivation) -> Sequence[Value]:
     """The operands that must be parameters for a result to be one; none if it cannot be."""
-    if step.way != "made":
-        return ()
-    name = step.equation.primitive.name
+    name = step.primitive
     if name in SAME | FORM | PART or (name == "gather" and _chooses(step.equation)):
         return (returned_operand(step),)
     # The first operand of a select chooses between the others.
@@ -216,27 +193,18 @@ def _of_parameter(step: Derivation) -> Sequence[Value]:
 
 def _of_gradient(step: Derivation) -> Sequence[Value]:
     """The operands that a result is a sum of, up to factors and reductions; none if it is not."""
-    if step.way != "made":
-        return ()
-    name = step.equation.primitive.name
-    if name in SAME | FORM | PART | _REDUCES:
+    if step.primitive in SAME | FORM | PART | _REDUCES:
         return (returned_operand(step),)
-    return step.values if name in SUMS | FACTORS else ()
+    return step.values if step.primitive in SUMS | FACTORS else ()
 
 
 def returned_operand(step: Derivation) -> Value:
-    """The operand that an equation of `SAME`, `FORM` or `PART` returns.
-
-    It is the first one, or for an `optimization_barrier` that with the index of the result.
-    """
-    return step.values[step.number if step.equation.primitive.name == "optimization_barrier" else 0]
+    """The operand that a call, or an equation of `SAME`, `FORM` or `PART`, returns."""
+    return step.values[step.number if step.primitive == "optimization_barrier" else 0]
 
 
 def _chooses(equation: JaxprEqn) -> bool:
-    """Whether a gather reads one piece, or one for each entry of a batch, as a vmapped slice does.
-
-    A lookup of many rows does not count: its result is no longer a part of the table.
-    """
+    """Whether a gather reads one piece for each entry of a batch, and is no lookup of many rows."""
     numbers = equation.params["dimension_numbers"]
     batches = len(getattr(numbers, "operand_batching_dims", ()))
     # The last axis of the indices is a position in the operand; the others count the pieces.

@@ -1,4 +1,4 @@
-"""Findings as a table for the terminal and as JSON."""
+"""Findings as a table for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,13 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.errors import printable
-from nnx_pipeline.lab.lint.finding import Finding, Limits
+from nnx_pipeline.lab.lint.finding import Finding
 
 _STYLES = {"warning": "bold yellow", "advice": "cyan"}
 
 
 def findings_view(title: str, findings: Sequence[Finding]) -> RenderableType:
-    """A table with one row per finding: where it is, what it is and what to do about it."""
     if not findings:
         return Text(f"{title}: no findings")
     table = Table(title=title, title_justify="left", show_lines=True)
@@ -43,22 +42,4 @@ def _text(finding: Finding) -> Text:
 
 
 def _short(location: str) -> str:
-    here = f"{Path.cwd()}/"
-    return printable(location.removeprefix(here))
-
-
-def findings_json(
-    subject: dict[str, object], findings: Sequence[Finding], limits: Limits
-) -> dict[str, object]:
-    """The JSON that `lint --json` writes.
-
-    - `subject`: entries that say what was linted, such as its mesh and config.
-    - `findings`: in the order in which they are written.
-    - `limits`: the sizes below which arrays were not reported.
-    """
-    return {
-        "schema": 1,
-        **subject,
-        "limits": {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot},
-        "findings": [finding.to_json() for finding in findings],
-    }
+    return printable(location.removeprefix(f"{Path.cwd()}/"))

@@ -8,23 +8,15 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
-from nnx_pipeline.lab.lint._facts import (
-    FORM,
-    SAME,
-    LintedProgram,
-    array_text,
-    made_from,
-    spreads_nothing,
-)
+from nnx_pipeline.lab.lint import _facts as facts
+from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
-from nnx_pipeline.lab.lint.finding import Finding, Limits
 
-HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
-_SHAPING = SAME | FORM
+_SHAPING = facts.SAME | facts.FORM
 
 
-def hidden_upcasts(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds arrays of 8 or 16 bits that become float32 because another operand is float32.
 
     Not reported are:
@@ -53,30 +45,21 @@ def hidden_upcasts(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
     }
     for scope, equation, backward in looked_at:
         made_by_jax = backward and (equation.primitive.name, scope.locate(equation)) in forward
-        for value, size, per_device in _upcasts(program, scope, equation, made_by_jax):
-            if size >= limits.large:
-                yield Finding(
-                    rule=HIDDEN_UPCAST,
-                    severity="warning",
-                    location=scope.locate(equation),
-                    bytes=size,
-                    per_device=per_device,
-                    what=f"{array_text(value)} becomes float32, as the other operand is; so does "
+        for value, size in _upcasts(program, scope, equation, made_by_jax):
+            if size.bytes >= limit:
+                yield Waste(
+                    scope.locate(equation),
+                    size,
+                    f"{facts.array_text(value)} becomes float32, as the other operand is; so does "
                     "what is computed from it",
-                    cure="cast the other operand to the smaller dtype, or write .astype(float32) "
+                    "cast the other operand to the smaller dtype, or write .astype(float32) "
                     "where float32 is meant; jax_numpy_dtype_promotion='strict' makes it an error",
                 )
 
 
 def _upcasts(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
-) -> Iterator[tuple[Value, int, bool]]:
-    """The value that a cast or a matrix product widens, with its size as float32.
-
-    - `transposed`: whether JAX derived the equation from one of the forward pass.
-
-    The size is in bytes, and may be the size on one device.
-    """
+) -> Iterator[tuple[Value, facts.ArraySize]]:
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":
@@ -86,13 +69,13 @@ def _upcasts(
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
             if any(_widens(scope, reader, result) for reader in readers):
-                yield operands[0], *program.device_bytes(result)
+                yield operands[0], program.device_bytes(result)
     elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
         # With two small operands float32 is the dtype that the product was asked to add up in.
         small = [one for one in operands if _is_small(one)]
         if len(small) == 1:
             size, per_device = program.device_bytes(small[0])
-            yield small[0], size * 4 // small[0].aval.dtype.itemsize, per_device
+            yield small[0], facts.ArraySize(size * 4 // small[0].aval.dtype.itemsize, per_device)
 
 
 def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
@@ -105,10 +88,11 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
         return True
     if reader.primitive.name not in _BINARY:
         return False
-    array = made_from(value, _SHAPING)
+    array = facts.made_from(value, _SHAPING)
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
-    floats = [made_from(one, _SHAPING) for one in others if _is_float32(one)]
-    if reader.primitive.name in ("add", "sub") and any(_is_zero(one) for one in floats):
+    floats = [facts.made_from(one, _SHAPING) for one in others if _is_float32(one)]
+    literals = [one.variable for one in floats if isinstance(one.variable, Literal)]
+    if reader.primitive.name in ("add", "sub") and not all(one.val for one in literals):
         return False  # a sum in float32 begins here, or a mean that a norm leaves out is taken off
     made_of = [
         made
@@ -121,29 +105,22 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
     return not (statistics and _comes_back(scope, reader))
 
 
-def _is_zero(value: Value) -> bool:
-    return isinstance(value.variable, Literal) and not value.variable.val
-
-
 def _made_of(value: Value, array: Value) -> set[str]:
-    """What a value is computed from: the array, as its mean is, an iota, as a mask is, literals.
-
-    Empty if it is computed from anything else.
-    """
-    waiting, seen, found = [value], {value}, set()
+    """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
+    waiting, seen, origins = [value], {value}, set()
     while waiting:
-        one = made_from(waiting.pop(), _SHAPING)
+        one = facts.made_from(waiting.pop(), _SHAPING)
         if one == array or not isinstance(one.variable, Var):
-            found.add("array" if one == array else "literal")
+            origins.add("array" if one == array else "literal")
             continue
         step = step_back(one)
         if step.way != "made":
             return set()
-        if step.equation.primitive.name == "iota":
-            found.add("iota")
+        if step.primitive == "iota":
+            origins.add("iota")
         waiting += [operand for operand in step.values if operand not in seen]
         seen.update(step.values)
-    return found
+    return origins
 
 
 def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
@@ -175,38 +152,31 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
     return False
 
 
-def one_hot_arrays(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers."""
     for scope, equation in program.scope.equations():
         if equation.primitive.name != "convert_element_type":
             continue
         value = scope.value(equation.outvars[0])
-        size, per_device = program.device_bytes(value)
-        if size >= limits.one_hot and _is_one_hot(scope.value(equation.invars[0])):
-            yield Finding(
-                rule=ONE_HOT,
-                severity="warning",
-                location=scope.locate(equation),
-                bytes=size,
-                per_device=per_device,
-                what=f"{array_text(value)} is one-hot",
-                cure="read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
+        size = program.device_bytes(value)
+        if size.bytes >= limit and _is_one_hot(scope.value(equation.invars[0])):
+            yield Waste(
+                scope.locate(equation),
+                size,
+                f"{facts.array_text(value)} is one-hot",
+                "read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
                 "part of the ids at a time",
             )
 
 
 def _is_one_hot(value: Value) -> bool:
-    step = step_back(made_from(value, _SHAPING))
-    if step.way != "made" or step.equation.primitive.name != "eq":
-        return False
+    step = step_back(facts.made_from(value, _SHAPING))
+    operands = [step_back(facts.made_from(one, _SHAPING)).primitive for one in step.values]
     # Two iotas make an identity matrix, which is no lookup.
-    return sorted(_primitive(made_from(one, _SHAPING)) == "iota" for one in step.values) == [
-        False,
-        True,
-    ]
+    return step.primitive == "eq" and operands.count("iota") == 1
 
 
-def trivial_constraints(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds sharding constraints that shard no axis, unless they gather an array.
 
     One before or after a constraint that does shard an axis is half of a gather, and is intended.
@@ -217,34 +187,30 @@ def trivial_constraints(program: LintedProgram, limits: Limits) -> Iterator[Find
         if equation.primitive.name != "sharding_constraint":
             continue
         sharding = equation.params["sharding"]
-        if not isinstance(sharding, NamedSharding) or not spreads_nothing(sharding.spec):
+        if not isinstance(sharding, NamedSharding) or not facts.spreads_nothing(sharding.spec):
             continue
         before, after = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
-        size, per_device = program.device_bytes(before)
-        if size >= limits.large and not _gathers(program, before, after):
-            yield Finding(
-                rule=TRIVIAL,
-                severity="advice",
-                location=scope.locate(equation),
-                bytes=size,
-                per_device=per_device,
-                what=f"the constraint on {array_text(before)} shards no axis: {sharding.spec}",
-                cure="leave it out when every axis of the spec is None, or name the mesh axes; as "
+        size = program.device_bytes(before)
+        if size.bytes >= limit and not _gathers(program, before, after):
+            yield Waste(
+                scope.locate(equation),
+                size,
+                f"the constraint on {facts.array_text(before)} shards no axis: {sharding.spec}",
+                "leave it out when every axis of the spec is None, or name the mesh axes; as "
                 "it is, it stays in the program, holds the array whole on each device, and may be "
                 "carried through a loop",
             )
 
 
 def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
-    """Whether a value is sharded before a trivial constraint, or is constrained to be after it."""
     known = program.sharding_of(before)
-    if known is not None and not spreads_nothing(known.spec):
+    if known is not None and not facts.spreads_nothing(known.spec):
         return True
-    return any(not spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
+    return any(not facts.spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
 
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
-    """The sharding constraints on a value or on casts of it, also inside and outside of calls."""
+    """The sharding constraints on a value or on casts of it, also in and outside calls."""
     seen, waiting = set(), [value]
     while waiting:
         one = waiting.pop()
@@ -256,14 +222,9 @@ def _constrained_next(value: Value) -> Iterator[NamedSharding]:
             if reader.primitive.name == "sharding_constraint":
                 if isinstance(reader.params["sharding"], NamedSharding):
                     yield reader.params["sharding"]
-            elif reader.primitive.name in SAME:
+            elif reader.primitive.name in facts.SAME:
                 waiting += [scope.value(result) for result in reader.outvars]
         waiting += calls_of(one)
-
-
-def _primitive(value: Value) -> str:
-    step = step_back(value)
-    return step.equation.primitive.name if step.way == "made" else ""
 
 
 def _is_small(value: Value) -> bool:

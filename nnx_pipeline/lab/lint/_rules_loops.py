@@ -13,17 +13,15 @@ from nnx_pipeline.lab.lint._facts import (
     SAME,
     SUMS,
     LintedProgram,
+    Waste,
     array_text,
     made_from,
     squeezed,
 )
 from nnx_pipeline.lab.lint._walk import JaxprLoop, JaxprScope, Value, as_loop, calls_of, stacks_of
-from nnx_pipeline.lab.lint.finding import Finding, Limits
-
-PARAMETER_IN_LOOP, GRADIENT_PER_MICROBATCH = "parameter-in-loop", "gradient-per-microbatch"
 
 
-def parameters_in_loops(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def parameters_in_loops(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds parameters that a loop carries without changing them, or stacks once per iteration.
 
     JAX itself takes a carried array out of the loop if the body returns the very same array; after
@@ -34,88 +32,63 @@ def parameters_in_loops(program: LintedProgram, limits: Limits) -> Iterator[Find
         if loop is None:
             continue
         for before, begin, end in loop.carried:
-            if made_from(end, SAME) == begin and program.is_parameter(before):
-                yield from _carried(program, limits, loop, before)
+            size, is_same = program.device_bytes(before), made_from(end, SAME) == begin
+            if size.bytes >= limit and is_same and program.is_parameter(before):
+                yield Waste(
+                    scope.locate(equation),
+                    size,
+                    f"{array_text(before)}, a parameter, is carried by {_name(loop)} that does "
+                    "not change it",
+                    "close over it, or pass it in outside the carry; as a carry its gradient is "
+                    "one, too, and the backward pass may keep it once per iteration",
+                )
         for whole, entry in loop.stacked:
-            if program.is_parameter(entry):
-                yield from _stacked(program, limits, loop, whole, entry)
+            size = program.device_bytes(whole)
+            if size.bytes >= limit and program.is_parameter(entry):
+                # The line in the body that makes the entry says more than the line of the loop.
+                made, _ = entry.scope.made.get(entry.variable, (None, 0))
+                yield Waste(
+                    entry.scope.locate(made) if made else scope.locate(equation),
+                    size,
+                    f"{array_text(entry)}, a parameter or a part of one, is kept once per "
+                    f"iteration of {_name(loop)}",
+                    "do not return it from the body; if the backward pass keeps it, index and "
+                    "cast the weight inside the jax.checkpoint of the body",
+                )
 
 
-def _carried(
-    program: LintedProgram, limits: Limits, loop: JaxprLoop, value: Value
-) -> Iterator[Finding]:
-    """The finding for a parameter that a loop carries, if it is large enough."""
-    size, per_device = program.device_bytes(value)
-    if size >= limits.large:
-        yield Finding(
-            rule=PARAMETER_IN_LOOP,
-            severity="warning",
-            location=loop.scope.locate(loop.equation),
-            bytes=size,
-            per_device=per_device,
-            what=f"{array_text(value)}, a parameter, is carried by {_name(loop)} that does not "
-            "change it",
-            cure="close over it, or pass it in outside the carry; as a carry its gradient is one, "
-            "too, and the backward pass may keep it once per iteration",
-        )
-
-
-def _stacked(
-    program: LintedProgram, limits: Limits, loop: JaxprLoop, whole: Value, entry: Value
-) -> Iterator[Finding]:
-    """The finding for a parameter that a loop stacks, if the whole stack is large enough."""
-    size, per_device = program.device_bytes(whole)
-    if size >= limits.large:
-        # The line in the body that makes the entry says more than the line of the loop.
-        made, _ = entry.scope.made.get(entry.variable, (None, 0))
-        place = entry.scope.locate(made) if made else loop.scope.locate(loop.equation)
-        yield Finding(
-            rule=PARAMETER_IN_LOOP,
-            severity="warning",
-            location=place,
-            bytes=size,
-            per_device=per_device,
-            what=f"{array_text(entry)}, a parameter or a part of one, is kept once per "
-            f"iteration of {_name(loop)}",
-            cure="do not return it from the body; if the backward pass keeps it, index and cast "
-            "the weight inside the jax.checkpoint of the body",
-        )
-
-
-def gradients_per_microbatch(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def gradients_per_microbatch(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds gradients of a parameter that are stored per microbatch until they are summed.
 
     They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
     """
-    shapes = program.parameter_shapes()
+    inputs = program.traced.jaxpr.invars
+    shapes = [squeezed(inputs[number].aval.shape) for number in program.parameters]
     # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
     tails = {squeezed(shape[k:]) for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():
         for value, axis in _side_by_side(scope, equation):
             shape = value.aval.shape
-            size, per_device = program.device_bytes(value)
+            size = program.device_bytes(value)
             # An array that has the shape of a parameter itself is one gradient, not several.
-            if size < limits.large or squeezed(shape) in tails or not program.is_gradient(value):
+            if size.bytes < limit or squeezed(shape) in tails or not program.is_gradient(value):
                 continue
             if any(
                 squeezed(total.aval.shape) in tails and not _is_multiplied_again(total)
                 for total in _sums(value, axis)
             ):
-                yield Finding(
-                    rule=GRADIENT_PER_MICROBATCH,
-                    severity="warning",
-                    location=scope.locate(equation),
-                    bytes=size,
-                    per_device=per_device,
-                    what=f"{array_text(value)} holds {shape[axis]} gradients of a parameter side "
+                yield Waste(
+                    scope.locate(equation),
+                    size,
+                    f"{array_text(value)} holds {shape[axis]} gradients of a parameter side "
                     "by side until they are added up",
-                    cure="add them up as they come, in the carry of a jax.lax.scan over the "
+                    "add them up as they come, in the carry of a jax.lax.scan over the "
                     "microbatches, or take the gradient of the sum of the losses",
                 )
 
 
 def _side_by_side(scope: JaxprScope, equation: JaxprEqn) -> Iterator[tuple[Value, int]]:
-    """Arrays that an equation makes of independent entries, with the axis along which they lie."""
+    """Arrays that an equation makes of independent entries, with the axis they lie along."""
     loop = as_loop(scope, equation)
     if loop is not None:
         candidates = [(whole, 0) for whole, _ in loop.stacked]
@@ -164,11 +137,7 @@ def _sums(value: Value, axis: int) -> Iterator[Value]:
 
 
 def _is_multiplied_again(total: Value) -> bool:
-    """Whether the backward pass goes on to multiply what was added up.
-
-    It is then the cotangent of an activation, such as that of a key that several heads share, and
-    not yet the gradient of a parameter.
-    """
+    """Whether the backward pass multiplies a sum again: then it is a cotangent."""
     waiting, seen = [total], {total}
     while waiting:
         value = waiting.pop()

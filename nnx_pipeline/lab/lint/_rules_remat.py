@@ -9,11 +9,15 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import remat_p
 
 from nnx_pipeline.lab._tracing.jaxpr import is_recomputed
-from nnx_pipeline.lab.lint._facts import FORM, SAME, ArraySize, LintedProgram, returned_operand
+from nnx_pipeline.lab.lint._facts import (
+    FORM,
+    SAME,
+    ArraySize,
+    LintedProgram,
+    Waste,
+    returned_operand,
+)
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, step_back
-from nnx_pipeline.lab.lint.finding import Finding, Limits
-
-REMAT = "remat-policy"
 
 # Computing these again costs no matrix product and saves no array from being stored.
 _FREE = (
@@ -26,7 +30,7 @@ _CHOICES = {"dynamic_slice", "gather", "dynamic_index", "select_n", "dynamic_upd
 _NEGLIGIBLE = 0.02  # of the bytes saved: a smaller recomputation counts as none
 
 
-def remat_policies(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+def remat_policies(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds policies of `jax.checkpoint` under which nothing is saved, or nothing is recomputed.
 
     Both happen silently:
@@ -42,35 +46,29 @@ def remat_policies(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
         if not _is_backward(equation) or any(map(_is_backward, scope.calls())):
             continue  # one inside another only changes the order of recomputation
         policy = equation.params["policy"]
-        if _saves_nothing_on_purpose(policy):
+        chosen = saved_names(policy)
+        # None, `nothing_saveable`, or a policy of no names saves nothing on purpose.
+        if policy in (None, jax.checkpoint_policies.nothing_saveable) or chosen == set():
             continue
         saved, is_complete = _saved(program, scope, equation)
-        again, again_per_device = _recomputed(program, scope, equation)
-        stored = sum(size for size, _ in saved)
-        per_device = all(known for _, known in saved)
-        chosen = saved_names(policy) or set()
+        again = _recomputed(program, scope, equation)
+        stored = sum(size.bytes for size in saved)
         # If the program has a name that the policy saves, nothing is wrong with the policy: the
         # backward pass does not need the value.
-        if not saved and is_complete and not chosen & there and again >= limits.large:
-            yield Finding(
-                rule=REMAT,
-                severity="warning",
-                location=scope.locate(equation),
-                bytes=again,
-                per_device=again_per_device,
-                what="the policy of this jax.checkpoint saves nothing; everything is recomputed",
-                cure=_why(scope, equation),
+        if not saved and is_complete and not (chosen or set()) & there and again.bytes >= limit:
+            yield Waste(
+                scope.locate(equation),
+                again,
+                "the policy of this jax.checkpoint saves nothing; everything is recomputed",
+                _why(scope, equation),
             )
-        elif stored >= limits.large and again <= _NEGLIGIBLE * stored:
-            yield Finding(
-                rule=REMAT,
-                severity="warning",
-                location=scope.locate(equation),
-                bytes=stored,
-                per_device=per_device,
-                what="the policy of this jax.checkpoint saves everything; nothing expensive is "
+        elif stored >= limit and again.bytes <= _NEGLIGIBLE * stored:
+            yield Waste(
+                scope.locate(equation),
+                ArraySize(stored, all(size.per_device for size in saved)),
+                "the policy of this jax.checkpoint saves everything; nothing expensive is "
                 "recomputed",
-                cure="name what to save (save_only_these_names) rather than what not to save: a "
+                "name what to save (save_only_these_names) rather than what not to save: a "
                 "name marks the copy that checkpoint_name returns, not the value that it was given",
             )
 
@@ -79,20 +77,8 @@ def _is_backward(equation: JaxprEqn) -> bool:
     return equation.primitive is remat_p and equation.params["differentiated"]
 
 
-def _saves_nothing_on_purpose(policy: object) -> bool:
-    """Whether a policy is None, `nothing_saveable`, or one that saves by name and has no names."""
-    if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
-        return True
-    chosen = saved_names(policy)
-    return chosen is not None and not chosen
-
-
 def saved_names(policy: object) -> set[str] | None:
-    """The names that a policy was made with; None if it does not go by names.
-
-    JAX keeps them in the closure of a function or in the fields of an object, depending on its
-    version.
-    """
+    """The names in the closure or fields of a policy; None if it does not go by names."""
     values = dict(getattr(policy, "__dict__", {}))
     if inspect.isfunction(policy):
         values |= inspect.getclosurevars(policy).nonlocals
@@ -106,10 +92,10 @@ def saved_names(policy: object) -> set[str] | None:
 
 def _recomputed(program: LintedProgram, scope: JaxprScope, equation: JaxprEqn) -> ArraySize:
     total, known = 0, True
-    for place, one in _again(scope, equation):
+    for body, one in _again(scope, equation):
         if one.primitive.name not in _FREE:
             for variable in one.outvars:
-                size, per_device = program.device_bytes(place.value(variable))
+                size, per_device = program.device_bytes(body.value(variable))
                 total, known = total + size, known and per_device
     return ArraySize(total, known)
 
@@ -117,10 +103,7 @@ def _recomputed(program: LintedProgram, scope: JaxprScope, equation: JaxprEqn) -
 def _again(
     scope: JaxprScope, equation: JaxprEqn, marked: bool = False
 ) -> Iterator[tuple[JaxprScope, JaxprEqn]]:
-    """The recomputed equations inside an equation, also in checkpoints inside it.
-
-    - `marked`: whether the equation itself is recomputed, and so everything inside it.
-    """
+    """The recomputed equations inside one, all if it is `marked` so, also in inner checkpoints."""
     for body in scope.inner[id(equation)]:
         for one in body.jaxpr.eqns:
             is_again = marked or is_recomputed(one)
@@ -133,10 +116,7 @@ def _again(
 def _saved(
     program: LintedProgram, scope: JaxprScope, equation: JaxprEqn
 ) -> tuple[list[ArraySize], bool]:
-    """Sizes of the values that the policy saved, and whether the origin of every operand is known.
-
-    An array that a loop stacks counts with the entries of all iterations.
-    """
+    """The sizes of what the policy saved, and whether the origin of every operand is known."""
     saved, complete = [], True
     names = saved_names(equation.params["policy"]) or set()
     for operand in equation.invars:
@@ -184,7 +164,6 @@ def _origin(value: Value, names: set[str]) -> tuple[Literal["saved", "input", "u
 
 
 def _why(scope: JaxprScope, equation: JaxprEqn) -> str:
-    """The probable reason why a policy saves nothing, and what to do about it."""
     again = [one for _, one in _again(scope, equation)]
     there = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
     chosen = saved_names(equation.params["policy"])

@@ -1,6 +1,7 @@
 """A jaxpr as a graph that tells where each value comes from, through calls and loops."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,19 +16,13 @@ _CALLS = {
     *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
     *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
 }
-_LOOPS = ("scan", "while")
+_LOOPS = {"scan", "while"}
 
 Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant", "unknown"]
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A variable or literal of a jaxpr at one place where that jaxpr is called.
-
-    - `scope`: the jaxpr at that place.
-    - `variable`: a `Var` or a literal of the jaxpr.
-    """
-
     scope: "JaxprScope"
     variable: Any
 
@@ -46,14 +41,9 @@ class Value:
 
 
 class Derivation(NamedTuple):
-    """How a value was made, one step back.
+    """How a value was made, one step back: the values it comes from and the equation or the loop.
 
-    - `way`: one of the names below.
-    - `values`: the values that it comes from.
-    - `equation`: the equation that made it, or the loop that carries it.
-    - `number`: its index among the arguments, the results or the carries.
-
-    The ways are:
+    `number` is its index among the arguments, the results or the carries. The ways are:
 
     - `argument`: the value is the argument `number` of the program.
     - `same`: it is one of `values`; there are several for a condition, one from each branch, and
@@ -71,16 +61,15 @@ class Derivation(NamedTuple):
     equation: Any = None
     number: int = 0
 
+    @property
+    def primitive(self) -> str:
+        """The name of the primitive that made the value; "" unless the way is `made`."""
+        return self.equation.primitive.name if self.way == "made" else ""
+
 
 @dataclass(eq=False)
 class JaxprScope:
-    """A jaxpr at one place where it is called.
-
-    - `jaxpr`: the jaxpr itself; the same one may be called at several places.
-    - `parent`: the scope of the equation that calls it; None for the program itself.
-    - `equation`: the equation that calls it; None for the program itself.
-    - `inlets`: how the inputs get their values; an input that is missing here is unknown.
-    """
+    """A jaxpr where an equation of its parent calls it; the program itself has no parent."""
 
     jaxpr: Jaxpr
     parent: "JaxprScope | None" = None
@@ -90,11 +79,11 @@ class JaxprScope:
     @functools.cached_property
     def inner(self) -> dict[int, list["JaxprScope"]]:
         """The scopes that each equation calls, by the `id` of the equation."""
-        return {id(e): _called(self, e) for e in self.jaxpr.eqns if _calls(e)}
+        callers = [e for e in self.jaxpr.eqns if e.primitive.name in _CALLS | _LOOPS]
+        return {id(equation): _called(self, equation) for equation in callers}
 
     @functools.cached_property
     def readers(self) -> dict[Var, list[JaxprEqn]]:
-        """The equations that read each variable."""
         found: dict[Var, list[JaxprEqn]] = {}
         for equation in self.jaxpr.eqns:
             for variable in dict.fromkeys(v for v in equation.invars if isinstance(v, Var)):
@@ -103,7 +92,6 @@ class JaxprScope:
 
     @functools.cached_property
     def made(self) -> dict[Var, tuple[JaxprEqn, int]]:
-        """The equation that makes each variable, and the index of the variable in its results."""
         return {
             variable: (equation, index)
             for equation in self.jaxpr.eqns
@@ -111,20 +99,16 @@ class JaxprScope:
         }
 
     def scopes(self) -> Iterator["JaxprScope"]:
-        """This scope and all scopes inside it."""
         yield self
-        for scopes in self.inner.values():
-            for scope in scopes:
-                yield from scope.scopes()
+        for scope in itertools.chain.from_iterable(self.inner.values()):
+            yield from scope.scopes()
 
     def equations(self) -> Iterator[tuple["JaxprScope", JaxprEqn]]:
-        """Every equation of this scope and of the scopes inside it, each with its scope."""
         for scope in self.scopes():
             for equation in scope.jaxpr.eqns:
                 yield scope, equation
 
     def value(self, variable: object) -> Value:
-        """A variable or literal of the jaxpr as a value of this scope."""
         return Value(self, variable)
 
     def calls(self) -> Iterator[JaxprEqn]:
@@ -135,12 +119,10 @@ class JaxprScope:
             scope = scope.parent
 
     def locate(self, equation: JaxprEqn) -> Location:
-        """The source line of an equation, or of a call around it; see `location_of`."""
         return location_of([equation, *self.calls()])
 
 
 def step_back(value: Value) -> Derivation:
-    """Where a value comes from, one step back."""
     scope, variable = value.scope, value.variable
     if not isinstance(variable, Var):
         return Derivation("constant")
@@ -150,8 +132,15 @@ def step_back(value: Value) -> Derivation:
         return Derivation("constant" if variable in scope.jaxpr.constvars else "unknown")
     equation, index = scope.made[variable]
     # The result of a call or loop is followed into the jaxpr that computes it.
-    for linked in _results(scope, equation, index):
-        return linked
+    if loop := as_loop(scope, equation):
+        inside = loop.body.value(loop.body.jaxpr.outvars[index])
+        if index >= loop.carry:
+            return Derivation("stack", (inside,))
+        # Without a single iteration the result is the initial carry.
+        return Derivation("same", (loop.carried[index][0], inside))
+    called = scope.inner.get(id(equation), [])
+    if called and all(len(one.jaxpr.outvars) == len(equation.outvars) for one in called):
+        return Derivation("same", tuple(one.value(one.jaxpr.outvars[index]) for one in called))
     operands = tuple(scope.value(operand) for operand in equation.invars)
     return Derivation("made", operands, equation, index)
 
@@ -180,7 +169,6 @@ def stacks_of(value: Value) -> Iterator[Value]:
 
 
 def program_scope(program: ClosedJaxpr) -> JaxprScope:
-    """The scope of a whole program, whose inputs are the arguments."""
     jaxpr = program.jaxpr
     arguments = {
         variable: Derivation("argument", number=i) for i, variable in enumerate(jaxpr.invars)
@@ -190,14 +178,7 @@ def program_scope(program: ClosedJaxpr) -> JaxprScope:
 
 @dataclass(frozen=True)
 class JaxprLoop:
-    """A `scan` or `while` equation, with its inputs and results told apart.
-
-    The inputs of the body are constants, then carries, then slices.
-
-    - `body`: the scope of one iteration.
-    - `consts`: how many inputs of the body are the same at every iteration.
-    - `carry`: how many inputs of the body go from iteration to iteration.
-    """
+    """A `scan` or `while`; the inputs of its body are constants, then carries, then slices."""
 
     scope: JaxprScope
     equation: JaxprEqn
@@ -209,18 +190,14 @@ class JaxprLoop:
     def carried(self) -> list[tuple[Value, Value, Value]]:
         """Each carried value: before the loop, at the start of an iteration, and at its end."""
         # Counted from the back: a `while` has the constants of its condition in front, too.
-        before = self.equation.invars[len(self.equation.invars) - self.slices - self.carry :]
+        slices = len(self.body.jaxpr.invars) - self.consts - self.carry
+        before = self.equation.invars[len(self.equation.invars) - slices - self.carry :]
         begin = self.body.jaxpr.invars[self.consts : self.consts + self.carry]
         end = self.body.jaxpr.outvars[: self.carry]
         return [
             (self.scope.value(a), self.body.value(b), self.body.value(c))
             for a, b, c in zip(before[: self.carry], begin, end, strict=True)
         ]
-
-    @property
-    def slices(self) -> int:
-        """How many inputs of the body are slices, one entry of an array per iteration."""
-        return len(self.body.jaxpr.invars) - self.consts - self.carry
 
     @property
     def stacked(self) -> list[tuple[Value, Value]]:
@@ -234,9 +211,8 @@ class JaxprLoop:
 def as_loop(scope: JaxprScope, equation: JaxprEqn) -> JaxprLoop | None:
     """The equation as a loop; None if it is not a loop.
 
-    For a `scan` the shapes tell its inputs and results apart, in every version of JAX: an array
-    that is stacked or sliced has one axis more outside the body than in it. Constants come first
-    and slices last.
+    By their shapes, in every version of JAX: an array that a `scan` stacks or slices has one axis
+    more outside the body than in it.
     """
     name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
     if name == "scan" and bodies:
@@ -259,52 +235,43 @@ def _same_rank(outside: list[Any], inside: list[Any]) -> int:
     )
 
 
-def _calls(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in _CALLS or equation.primitive.name in _LOOPS
-
-
 def _called(scope: JaxprScope, equation: JaxprEqn) -> list[JaxprScope]:
     """The scopes that an equation calls, with their inputs linked to its operands."""
-    jaxprs = list(inner_jaxprs(equation))
     name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
     if name == "while":
         jaxprs = [open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
-    if name == "cond":
-        operands = operands[1:]  # the first one chooses the branch
-    scopes = [JaxprScope(jaxpr, scope, equation) for jaxpr in jaxprs]
-    if name == "while":
-        condition, body = scopes
+        condition, body = (JaxprScope(jaxpr, scope, equation) for jaxpr in jaxprs)
         # The operands are the constants of the condition, those of the body, and the carry.
         carry = len(equation.outvars)
         fixed = condition.jaxpr.invars[: len(condition.jaxpr.invars) - carry]
-        read = zip(fixed, operands, strict=False)
-        condition.inlets.update(
-            {variable: Derivation("same", (value,)) for variable, value in read}
-        )
-        inputs = len(body.jaxpr.invars)
-        body.inlets.update(_loop_inlets(body, operands[-inputs:], inputs - carry, carry))
-        return scopes
+        condition.inlets |= _passed_in(fixed, operands)
+        count = len(body.jaxpr.invars)
+        body.inlets |= _loop_inlets(body, operands[-count:], count - carry, carry)
+        return [condition, body]
+    if name == "cond":
+        operands = operands[1:]  # the first one chooses the branch
+    scopes = [JaxprScope(jaxpr, scope, equation) for jaxpr in inner_jaxprs(equation)]
     for one in scopes:
-        one.inlets.update(_inlets(one, equation, operands))
+        inputs = one.jaxpr.invars
+        if name == "scan":
+            carry = _same_rank(equation.outvars, one.jaxpr.outvars)
+            consts = _same_rank(equation.invars, inputs) - carry
+            one.inlets |= _loop_inlets(one, operands, consts, carry)
+        # A call whose inputs are not its operands one by one leaves them unknown.
+        elif len(inputs) == len(operands):
+            one.inlets |= _passed_in(inputs, operands)
     return scopes
 
 
-def _inlets(one: JaxprScope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, Derivation]:
-    name, inputs, results = equation.primitive.name, one.jaxpr.invars, one.jaxpr.outvars
-    if name == "scan":
-        carry = _same_rank(equation.outvars, results)
-        consts = _same_rank(equation.invars, inputs) - carry
-        return _loop_inlets(one, operands, consts, carry)
-    # A call whose inputs are not its operands one by one leaves them unknown.
-    if len(inputs) == len(operands):
-        return {v: Derivation("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
-    return {}
+def _passed_in(inputs: list[Var], operands: list[Value]) -> dict[Var, Derivation]:
+    pairs = zip(inputs, operands, strict=False)
+    return {variable: Derivation("same", (operand,)) for variable, operand in pairs}
 
 
 def _loop_inlets(
     one: JaxprScope, operands: list[Value], consts: int, carry: int
 ) -> dict[Var, Derivation]:
-    """How the inputs of a loop's body get their values, in the order constants, carries, slices."""
+    """How a body's inputs get their values, in the order constants, carries, slices."""
     found: dict[Var, Derivation] = {}
     for index, (variable, operand) in enumerate(zip(one.jaxpr.invars, operands, strict=True)):
         if index < consts:
@@ -315,18 +282,3 @@ def _loop_inlets(
         else:
             found[variable] = Derivation("slice", (operand,))
     return found
-
-
-def _results(scope: JaxprScope, equation: JaxprEqn, index: int) -> Iterator[Derivation]:
-    """The step from a result of a call or loop into the jaxpr that computes it, if any."""
-    scopes = scope.inner.get(id(equation), [])
-    loop = as_loop(scope, equation)
-    if loop is not None:
-        inside = loop.body.value(loop.body.jaxpr.outvars[index])
-        if index < loop.carry:
-            # Without a single iteration the result is the initial carry.
-            yield Derivation("same", (loop.carried[index][0], inside))
-        else:
-            yield Derivation("stack", (inside,))
-    elif scopes and all(len(s.jaxpr.outvars) == len(equation.outvars) for s in scopes):
-        yield Derivation("same", tuple(s.value(s.jaxpr.outvars[index]) for s in scopes))

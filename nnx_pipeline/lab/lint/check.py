@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +13,29 @@ from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, traced_afresh
 from nnx_pipeline.lab._tracing.nnx_state import is_nnx
 from nnx_pipeline.lab.compile._functions import called_with, check_array, check_sizes
 from nnx_pipeline.lab.compile._places import check_places
-from nnx_pipeline.lab.lint._facts import LintedProgram
+from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
 from nnx_pipeline.lab.lint._rules_loops import gradients_per_microbatch, parameters_in_loops
 from nnx_pipeline.lab.lint._rules_remat import remat_policies
-from nnx_pipeline.lab.lint.finding import Finding, Limits
+from nnx_pipeline.lab.lint.finding import Finding, Limits, Severity
 
-Rule = Callable[[LintedProgram, Limits], Iterator[Finding]]
 
-RULES: tuple[Rule, ...] = (
-    parameters_in_loops,
-    remat_policies,
-    hidden_upcasts,
-    one_hot_arrays,
-    gradients_per_microbatch,
-    trivial_constraints,
-)
+class Rule(NamedTuple):
+    """A rule, how severe its findings are, and the field of `Limits` with its smallest size."""
+
+    find: Callable[[LintedProgram, float], Iterator[Waste]]
+    severity: Severity = "warning"
+    limit: str = "large"
+
+
+RULES = {
+    "parameter-in-loop": Rule(parameters_in_loops),
+    "remat-policy": Rule(remat_policies),
+    "hidden-upcast": Rule(hidden_upcasts),
+    "one-hot": Rule(one_hot_arrays, limit="one_hot"),
+    "gradient-per-microbatch": Rule(gradients_per_microbatch),
+    "trivial-constraint": Rule(trivial_constraints, "advice"),
+}
 
 
 def lint(
@@ -77,18 +85,25 @@ def _under(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManage
 
 
 def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
-    """The findings of all rules, largest first; of one rule and line only that with most bytes."""
-    found: dict[object, list[Finding]] = {}
-    for rule in RULES:
-        for finding in rule(program, limits):
-            found.setdefault((finding.rule, finding.location), []).append(finding)
-    merged = [_merged(same) for same in found.values()]
+    """The findings of all rules, largest first; of one rule and line only the largest."""
+    by_line: dict[object, list[Finding]] = {}
+    for name, rule in RULES.items():
+        for location, size, what, cure in rule.find(program, getattr(limits, rule.limit)):
+            finding = Finding(
+                rule=name,
+                severity=rule.severity,
+                location=location,
+                bytes=size.bytes,
+                per_device=size.per_device,
+                what=what,
+                cure=cure,
+            )
+            by_line.setdefault((name, location), []).append(finding)
+    merged = [
+        dataclasses.replace(max(same, key=lambda finding: finding.bytes), times=len(same))
+        for same in by_line.values()
+    ]
     return sorted(merged, key=lambda finding: (-finding.bytes, finding.rule, finding.location))
-
-
-def _merged(same: Sequence[Finding]) -> Finding:
-    largest = max(same, key=lambda finding: finding.bytes)
-    return dataclasses.replace(largest, times=len(same))
 
 
 def _parameters_of(arguments: tuple[object, ...]) -> list[object]:

@@ -15,12 +15,9 @@ Severity = Literal["warning", "advice"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes below which nothing is reported, in bytes per device where the sharding is known.
+    """Sizes below which arrays are not reported, in bytes per device where the sharding is known.
 
-    - `large`: the limit for arrays in general.
-    - `one_hot`: the limit for one-hot arrays.
-
-    Raises InputError when one is not a number of 0 or more.
+    One-hot arrays have a limit of their own. Raises InputError when one is no number of 0 or more.
     """
 
     large: float = 1e6
@@ -41,8 +38,7 @@ class Finding:
     - `bytes`: the size of the largest array concerned.
     - `per_device`: whether `bytes` are those of one device; otherwise they are those of all devices
       together, because the sharding is not known before the compiler runs.
-    - `what`: one sentence that says what was found.
-    - `cure`: one sentence that says what to do about it.
+    - `what`, `cure`: one sentence that says what was found, and one that says what to do about it.
     - `times`: how many findings of the rule at that line it stands for.
     """
 

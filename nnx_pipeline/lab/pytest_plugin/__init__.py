@@ -1,8 +1,7 @@
 """A pytest plugin with the fixture `compile_memory`, and budgets in `memory-budgets.toml`.
 
-pytest imports this file before any conftest.py, in every project of an environment in which this
-package is installed. It must therefore import fast, and must not import JAX, whose flags a conftest
-may still set; the fixture imports JAX when a test asks for it.
+pytest imports this file before any conftest.py, in every project where this package is installed.
+So it must import fast, and no JAX, whose flags a conftest may still set.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import pytest
 
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
-from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key
-from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Key, Results, SessionBudgets
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
@@ -48,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
             budgets=budgets.read_budgets(path),
             update=config.getoption(UPDATE),
             tolerance=_share(config.getini(TOLERANCE)),
-            selected=_names_single_tests(config),
+            # `--lf` leaves out tests without telling.
+            selected=any("::" in arg for arg in config.args) or bool(config.getoption("lf", False)),
         )
     except InputError as error:
         raise pytest.UsageError(str(error)) from error
@@ -64,11 +63,6 @@ def _share(text: str) -> float:
             f"{TOLERANCE} = {text!r} is not a number from 0 to below 1; write 0.01 for 1 %"
         )
     return share
-
-
-def _names_single_tests(config: pytest.Config) -> bool:
-    """Whether the command line selects single tests; `--lf` leaves out the others silently."""
-    return any("::" in arg for arg in config.args) or bool(config.getoption("lf", False))
 
 
 @pytest.fixture
@@ -91,10 +85,7 @@ def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the figures to a failed report, and what the test measured to every report.
-
-    With xdist, reports travel from the workers to the process that collects them.
-    """
+    """Adds figures to a failed report, and to every report what the test measured."""
     report = yield
     results = item.stash.get(RESULTS, Results())
     # The message of MemoryExceeded has the figures already. The class is compared by name, because
@@ -128,10 +119,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Notes whether tests were left out.
-
-    A conftest may remove some without a call of `pytest_deselected`, so the tests are counted.
-    """
+    """Counts tests: a conftest may remove some without calling `pytest_deselected`."""
     mine = session.config.stash[SESSION]
     mine.selected |= len(session.items) < mine.collected
 
@@ -142,12 +130,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 class Collector:
-    """Collects what the reports say was measured, and writes the budget file at the end.
-
-    Only the process that writes the file has one; workers of xdist do not.
-
-    - `session`: the budgets of the test run.
-    """
+    """Writes the budget file at the end, by what reports say; workers of xdist have none."""
 
     def __init__(self, session: SessionBudgets) -> None:
         self.session = session
@@ -195,12 +178,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _gone(test: str, session: SessionBudgets, whole: bool) -> bool:
-    """Whether a test no longer exists: its file is missing, or ran completely without this test.
-
-    - `test`: the id of the test.
-    - `session`: the budgets of the test run.
-    - `whole`: whether every test of each file that ran was run.
-    """
+    """Whether a test's file is missing, or ran without it though `whole` files were run."""
     file = test.partition("::")[0]
     if not (session.path.parent / file).exists():
         return True
@@ -212,14 +190,9 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
     added = [f"new: {key}" for key in sorted(set(new) - set(old))]
     removed = [f"removed: {key} ({key.compiler})" for key in sorted(set(old) - set(new))]
     changed = [
-        f"changed: {key}: {_figures(old[key])} -> {_figures(new[key])}"
+        f"changed: {key}: {budgets.in_words(old[key])} -> {budgets.in_words(new[key])}"
         for key in sorted(set(old) & set(new))
         if old[key] != new[key]
     ]
     same = len(set(old) & set(new)) - len(changed)
     return [*added, *changed, *removed, f"{counted(same, 'budget')} unchanged"]
-
-
-def _figures(figures: Figures) -> str:
-    """The figures of a budget in one line, such as `heap 1,024, temp 2,048`."""
-    return ", ".join(budgets.in_words(name, value) for name, value in sorted(figures.items()))

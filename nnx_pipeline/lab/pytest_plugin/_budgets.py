@@ -1,17 +1,15 @@
 """Budgets of tests: the file that holds them, and which figures exceed them.
 
 `memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
-version: bytes per device, and the estimated seconds of a step. `pytest --update-memory-budgets`
-writes the whole file, sorted, and does not keep what people added by hand, such as comments. A
-figure that an entry lacks is not checked.
-
-Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
+version. A figure that an entry lacks is not checked. Nothing here imports JAX: pytest reads the
+file before any conftest can set JAX's flags.
 """
 
 import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from platform import machine
 from typing import Any, NamedTuple
@@ -39,12 +37,7 @@ Figures = Mapping[str, float]  # bytes are whole numbers
 
 
 class Key(NamedTuple):
-    """What a budget is for.
-
-    - `name`: tells several budgets of one test apart; empty for the only one.
-    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
-    - `compiler`: the packages and versions that `compiler_of` gives.
-    """
+    """What a budget is for; `name` tells several budgets of one test apart."""
 
     test: str
     name: str
@@ -59,12 +52,7 @@ Budgets = dict[Key, Figures]
 
 
 class Change(NamedTuple):
-    """A figure that differs from its budget.
-
-    - `figure`: its name, such as `heap_bytes`.
-    - `budget`: what the budget allows, in bytes or seconds.
-    - `measured`: the figure in the same unit; None where it is not known of this program.
-    """
+    """A figure of FIGURES that differs from its budget; None for one that is not known."""
 
     figure: str
     budget: float
@@ -73,10 +61,8 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         name, unit, number = _wording(self.figure, max(self.budget, self.measured or 0))
         if self.measured is None:
-            given = (
-                "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
-            )
-            return f"{name} has a budget of {number(self.budget)} {unit} and {given}"
+            why = "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
+            return f"{name} has a budget of {number(self.budget)} {unit} and {why}"
         difference = self.measured - self.budget
         share = f" ({difference / self.budget:+.1%})" if self.budget else ""
         side = "above" if difference > 0 else "below"
@@ -86,20 +72,17 @@ class Change(NamedTuple):
         )
 
 
-def in_words(figure: str, value: float) -> str:
-    """A figure with its name, and with its unit where that is not bytes: `estimated step 1.250 ms`.
-
-    - `figure`: one of FIGURES.
-    """
-    name, unit, number = _wording(figure, value)
-    return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
+def in_words(figures: Figures) -> str:
+    """The figures of a budget in one line, such as `heap 1,024, estimated step 1.250 ms`."""
+    parts = []
+    for figure, value in sorted(figures.items()):
+        name, unit, number = _wording(figure, value)
+        parts.append(f"{name} {number(value)}{'' if figure in BYTES else f' {unit}'}")
+    return ", ".join(parts)
 
 
 def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
-    """The name and the unit of a figure, and how to write a number of it.
-
-    - `largest`: the largest number to write, which decides between ms and µs.
-    """
+    """The name and unit of a figure, and how to write it; ms or µs by the largest number."""
     if figure in BYTES:
         return figure.removesuffix("_bytes"), "bytes", lambda value: f"{value:,}"
     unit, size = ("ms", 1e-3) if largest >= 1e-3 else ("µs", 1e-6)
@@ -107,15 +90,7 @@ def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], s
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
-    """The versions that decide how much memory a program needs.
-
-    An example is `jaxlib 0.10.2, libtpu 0.0.42.1`. For `cpu` the machine type comes after them.
-
-    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
-    - `versions`: the version of each package by its name.
-
-    Raises InputError for the platform `local`, whose devices differ between machines.
-    """
+    """The versions that a budget is for: `jaxlib 0.10.2, libtpu 0.0.42.1`."""
     packages = _PACKAGES.get(platform.partition(":")[0])
     if packages is None:
         raise InputError(
@@ -128,7 +103,6 @@ def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
 
 
 def figures_of(result: object) -> dict[str, float | None]:
-    """Each figure of FIGURES by its name, as the file holds it; None where it is not known."""
     figures = {name: getattr(result, name) for name in FIGURES}
     for name in SECONDS:
         if figures[name] is not None:
@@ -137,12 +111,6 @@ def figures_of(result: object) -> dict[str, float | None]:
 
 
 def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures that exceed their budget by more than the tolerance, or are missing.
-
-    - `measured`: each figure by its name, None where it is not known.
-    - `budget`: the figures to compare with; those that it lacks are not checked.
-    - `tolerance`: a share of the budget, such as 0.01.
-    """
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -152,12 +120,6 @@ def above(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 
 
 def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures below their budget by more than the tolerance.
-
-    - `measured`: each figure by its name, None where it is not known.
-    - `budget`: the figures to compare with; those that it lacks are not checked.
-    - `tolerance`: a share of the budget, such as 0.01.
-    """
     changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
@@ -167,10 +129,7 @@ def below(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 
 
 def read_budgets(path: Path) -> Budgets:
-    """Reads the budgets of a file; there are none if the file does not exist.
-
-    Raises InputError for a file that cannot be read or holds anything but valid budgets.
-    """
+    """The budgets of a file, none if there is no file; raises InputError unless all are valid."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -194,7 +153,6 @@ _CURE = "correct it, or delete it and run `pytest --update-memory-budgets`"
 
 
 def _entry(path: Path, number: int, entry: object) -> tuple[Key, Figures]:
-    """One entry of the file, number `number`; raises InputError if it is not valid."""
     where = f"{path}: budget {number}"
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
@@ -242,7 +200,6 @@ def _table(key: Key, figures: Figures) -> str:
 
 
 def write_budgets(path: Path, budgets: Mapping[Key, Figures]) -> None:
-    """Writes the whole file or, where that raises an OSError, leaves it as it was."""
     write_text(str(path), to_toml(budgets))
 
 
@@ -251,14 +208,10 @@ def updated(
     passed: Mapping[str, Mapping[Key, Figures]],
     gone: Callable[[str], bool],
 ) -> Budgets:
-    """The budgets after a test run that updates them.
+    """The budgets after a test run that updates them; those of other compiler versions are kept.
 
-    Budgets for other compiler versions are kept.
-
-    - `old`: the budgets before the run.
-    - `passed`: for each test that passed, the figures of the budgets that it asked for. Its old
-      entries with a name and platform that it did not ask for are removed.
-    - `gone`: whether a test, given its id, no longer exists; its entries are removed.
+    Of a test in `passed` the entries that it did not ask for are removed, and all of a test that is
+    `gone`.
     """
     requested = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
     merged = {
@@ -273,9 +226,27 @@ def updated(
 
 
 def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
-    """The other compilers for which the file has this budget of the same test and platform.
-
-    - `budgets`: the keys of all budgets in the file.
-    - `key`: the budget that was looked for.
-    """
     return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)
+
+
+@dataclass
+class Results:
+    descriptions: list[str] = field(default_factory=list)
+    requested: dict[Key, Figures] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SessionBudgets:
+    """The budgets of a test run; workers of xdist leave the last four fields empty."""
+
+    path: Path
+    budgets: Budgets
+    update: bool
+    tolerance: float
+    selected: bool = False  # tests were left out: one that did not run may still exist
+    collected: int = 0
+    seen: set[str] = field(default_factory=set)
+    passed: dict[str, dict[Key, Figures]] = field(default_factory=dict)
+    hints: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)

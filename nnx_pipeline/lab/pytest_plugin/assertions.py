@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 
-from nnx_pipeline.lab._report.time_table import rows_by_line, seconds_of
+from nnx_pipeline.lab._report.program_tables import rows_by_line, seconds_of
 from nnx_pipeline.lab._report.view.buffers import grouped, short_line, short_operation
 from nnx_pipeline.lab._report.view.figures import compiler, estimated, megabytes, milliseconds
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines
@@ -90,10 +90,10 @@ class CompiledMemory:
     def step_seconds(self) -> float | None:
         """The estimated time of one step: its compute, and what the compute waits for.
 
-        It follows from the compiled program alone and is no measured time. None on a CPU, and where
-        the time of an instruction is not known; `measurement.unread` names that. For an NVIDIA GPU,
-        and where `measurement.time.is_lower_bound` says so, a step takes at least that long: that
-        it is at most a limit is then necessary, and not enough.
+        It follows from the compiled program alone. None on a CPU, and where the time of an
+        instruction is not known; `measurement.unread` names that. For an NVIDIA GPU, and where
+        `measurement.time.is_lower_bound` says so, a step takes at least that long: that it is at
+        most a limit is then necessary, and not enough.
         """
         return self.measurement.time.step_seconds if self.measurement.time else None
 
@@ -112,9 +112,9 @@ class CompiledMemory:
 
     @property
     def collectives(self) -> dict[str, dict[str, int | None]]:
-        """For each kind of collective: `ops`, `executed` and `bytes`.
+        """For each kind of collective `ops`, `executed` and `bytes`.
 
-        These are how often it is in the program, how often it runs, and the bytes of its results.
+        That is how often it is in the program, how often it runs, and the bytes of its results.
         """
         return self.measurement.collectives
 
@@ -157,9 +157,7 @@ class CompiledMemory:
             raise MemoryExceeded("\n".join([*too_large.values(), "", described]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
-        """Asserts that temp, heap, peak, account and the estimated step are within the budget.
-
-        The budget is the entry of the test in `memory-budgets.toml`.
+        """Asserts that temp, heap, peak, account and the estimated step keep the test's budget.
 
         - `name`: tells several budgets of one test and platform apart.
         - `tolerance`: the share by which a budget may be exceeded, instead of that of the project
@@ -182,9 +180,8 @@ class CompiledMemory:
     def description(self, figures: Collection[str] = ()) -> str:
         """The compiler, the figures, and what takes most of them, as lines of text.
 
-        - `figures`: those that are too large, by name. The lines of source that take the longest
-          are shown if a time is among them, and the largest buffers if anything else is, or
-          nothing.
+        - `figures`: those that are too large. A time shows the lines of source that take longest,
+          and any other figure, or none, the largest buffers.
         """
         memory = self.measurement.memory
         timed = [name for name in figures if name.endswith("_seconds")]
@@ -217,12 +214,10 @@ def _subject(measurement: Measurement) -> str:
 
 
 def _number(value: float) -> str:
-    """A number of bytes or FLOPs in full, and one of seconds to a microsecond's thousandth."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.9f}".rstrip("0").rstrip(".")
 
 
 def _estimated(measurement: Measurement) -> list[str]:
-    """The estimated time in one line; none where nothing is known of the devices."""
     time = measurement.time
     if time is None:
         return []
@@ -247,7 +242,6 @@ def _longest_lines(measurement: Measurement) -> list[str]:
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
-    """The buffers at the peak, largest first, those that read the same in one row."""
     attribution = measurement.attribution
     if attribution is None or not attribution.buffers:
         return ["The compiler gave no list of buffers."]

@@ -1,7 +1,4 @@
-"""The object that the fixture `compile_memory` returns.
-
-This module imports JAX, so it is imported only when a test uses the fixture.
-"""
+"""The object that the fixture `compile_memory` returns; it imports JAX."""
 
 from __future__ import annotations
 
@@ -23,16 +20,11 @@ from nnx_pipeline.lab.pytest_plugin._budgets import Key
 from nnx_pipeline.lab.pytest_plugin.assertions import CompiledMemory, MemoryExceeded
 
 if TYPE_CHECKING:
-    from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+    from nnx_pipeline.lab.pytest_plugin._budgets import Results, SessionBudgets
 
 
 class CompileMemory:
-    """Compiles functions and training steps in a test; see the fixture `compile_memory`.
-
-    - `test`: the id of the test.
-    - `session`: the budgets of the test run.
-    - `results`: where measurements of the test are noted for its report.
-    """
+    """Compiles functions and training steps in a test; see the fixture `compile_memory`."""
 
     def __init__(self, test: str, session: SessionBudgets, results: Results) -> None:
         self._test, self._session, self._results = test, session, results
@@ -69,9 +61,8 @@ class CompileMemory:
 
         - `config`: an `nnx_pipeline.Config`: the model, the pipeline and the training.
         - `mesh`: sizes of the mesh axes, also as text such as `stage=4,fsdp=2`.
-        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
 
-        Raises and skips as a call of this object does.
+        The platform, what is raised and what is skipped are as for a call of this object.
         """
         __tracebackhide__ = True
         grid = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
@@ -93,7 +84,6 @@ class CompileMemory:
         return result
 
     def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:
-        """Compares the figures with the budget of the test; see `CompiledMemory.within_budget`."""
         __tracebackhide__ = True
         measurement, session = result.measurement, self._session
         compiler = budgets.compiler_of(measurement.platform, measurement.versions)
@@ -101,16 +91,18 @@ class CompileMemory:
         settings = f" with {written(measurement.xla)}" if measurement.xla else ""
         key = Key(self._test, name, f"{measurement.platform}{settings}", compiler)
         figures = budgets.figures_of(result)
-        given = {figure: value for figure, value in figures.items() if value is not None}
+        known = {figure: value for figure, value in figures.items() if value is not None}
         # To ask twice with the same figures is no contradiction.
-        if self._results.requested.setdefault(key, given) != given:
+        if self._results.requested.setdefault(key, known) != known:
             raise InputError(f"{key} has two different budgets; name each by within_budget(name)")
         if session.update:
             return
         budget = session.budgets.get(key)
         if budget is None:
-            _not_recorded(key, budgets.same_elsewhere(session.budgets, key))
-            return
+            cure = f"record one: pytest --update-memory-budgets '{key.test}'"
+            if others := "; ".join(budgets.same_elsewhere(session.budgets, key)):
+                pytest.skip(f"{key} has a budget for {others}, and this is {compiler}; {cure}")
+            pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)
         share = session.tolerance if tolerance is None else tolerance
         exceeded = budgets.above(figures, budget, share)
         if exceeded:
@@ -121,12 +113,3 @@ class CompileMemory:
             f"{key}: {change}; pytest --update-memory-budgets lowers it"
             for change in budgets.below(figures, budget, share)
         ]
-
-
-def _not_recorded(key: Key, others: list[str]) -> None:
-    __tracebackhide__ = True
-    cure = f"record one: pytest --update-memory-budgets '{key.test}'"
-    if others:
-        recorded = "; ".join(others)
-        pytest.skip(f"{key} has a budget for {recorded}, and this is {key.compiler}; {cure}")
-    pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)

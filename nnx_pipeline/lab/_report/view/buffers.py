@@ -21,12 +21,7 @@ _NO_WORK = re.compile(
 
 @dataclass(frozen=True)
 class BufferRow:
-    """Buffers that read the same, or what corresponds to each other in two programs.
-
-    - `bytes`: per device; for two programs those that b has more than a.
-    - `count`: how many buffers share the row.
-    - `role`, `shape`, `operation`, `source`: what they are, as short texts.
-    """
+    """Buffers that read the same; or a change, whose `bytes` are b's less those of a."""
 
     bytes: int
     count: int
@@ -37,7 +32,6 @@ class BufferRow:
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """The buffers in groups that read the same in a table, largest sum first."""
     groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         name = buffer.shape or ("" if buffer.source else buffer.name)
@@ -47,7 +41,6 @@ def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
 
 
 def buffer_rows(buffers: Sequence[Buffer]) -> list[BufferRow]:
-    """The buffers in rows, those that read the same in one, largest sum first."""
     return [
         BufferRow(
             bytes=sum(buffer.bytes for buffer in group),
@@ -79,10 +72,6 @@ def difference_row(change: BufferDifference) -> BufferRow:
 
 
 def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
-    """Constants, and temporaries in the memory of outputs, by the title of their table.
-
-    Buffers of less than `SMALLEST` bytes are left out; the JSON has them.
-    """
     tables = {
         "Constants, outside the heap": attribution.constants,
         "Temporaries in the memory of outputs, outside the heap": attribution.in_outputs,
@@ -95,11 +84,7 @@ def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
 
 
 def short_operation(operation: str) -> str:
-    """A short name of an operation, such as `backward, recomputed: exp`.
-
-    - `operation`: JAX's op_name, a path of operations; anything else, such as the name of an
-      argument, is returned as it is.
-    """
+    """A path of operations (op_name) as `backward, recomputed: exp`; other names stay."""
     if not operation.startswith("jit("):
         return operation
     # The path is split at the slashes outside brackets.
@@ -116,10 +101,7 @@ def short_operation(operation: str) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """The last three parts of a file's path from the current directory or the root, and the line.
-
-    - `source`: as in `path/file.py:123`; None gives a dash.
-    """
+    """The last three parts of a path from the current directory or the root, and the line."""
     if source is None:
         return DASH
     path, _, line = source.rpartition(":")

@@ -1,5 +1,6 @@
 """How figures read in a report: numbers with their units, and what figures are called."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nnx_pipeline.lab._timing.result import Time
@@ -29,13 +30,7 @@ def megabytes(value: float | None) -> str:
     return DASH if value is None else f"{value / 1e6:,.1f}"
 
 
-def signed_megabytes(size: int) -> str:
-    """Bytes as MB, with a minus sign in front of what is below 0."""
-    return f"−{megabytes(-size)}" if size < 0 else megabytes(size)
-
-
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds; a dash where there is no figure."""
     if seconds is None:
         return DASH
     value = 1e3 * seconds
@@ -45,7 +40,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def teraflops(flops: int | None) -> str:
-    """The operations of a step as a text with their unit; a dash where there is no figure."""
     return DASH if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 
@@ -55,7 +49,6 @@ def relative_change(before: float, after: float) -> str:
 
 
 def basis_of(time: Time) -> str:
-    """By what a time is known, in words."""
     if time.basis == "cycles":
         return "by the compiler's cycles"
     return (
@@ -66,11 +59,7 @@ def basis_of(time: Time) -> str:
 
 
 def estimated(time: Time | None, figure: str) -> str:
-    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound.
-
-    - `time`: the estimate; None for a dash.
-    - `figure`: one of the seconds of a `Time`.
-    """
+    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound."""
     if time is None:
         return DASH
     seconds: float | None = getattr(time, figure)
@@ -78,17 +67,14 @@ def estimated(time: Time | None, figure: str) -> str:
 
 
 def bounded(time: Time, seconds: float | None) -> str:
-    """Milliseconds, with ≥ where the estimate is a lower bound."""
     return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
 
 
 def are_alike(a: Time | None, b: Time | None) -> bool:
-    """Whether two estimates are both lower bounds or both none, so that their ratio is known."""
     return bool(a and b and a.is_lower_bound == b.is_lower_bound)
 
 
 def shares(time: Time) -> str:
-    """What part of the step is useful, and how many instructions are launched, as one line."""
     values = {"MFU": time.mfu, "HFU": time.hfu, "bubble": time.bubble_share}
     most = "≤ " * time.is_lower_bound
     parts = [
@@ -101,16 +87,12 @@ def shares(time: Time) -> str:
 
 
 def compiler(measurement: Measurement) -> str:
-    """The name of the platform, with the versions of the packages that its compiler is from."""
     versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
     return f"{measurement.platform} ({versions})"
 
 
 def account_rows(measurement: Measurement) -> dict[str, int | None]:
-    """The bytes of each part of the account by its label, with their sum last.
-
-    A label that starts with spaces is for bytes that are part of the row above it.
-    """
+    """The parts of the account, then their sum; an indented part is within the one above."""
     account = measurement.account
     rows: dict[str, int | None] = {}
     for label, size in account.rows().items():
@@ -129,7 +111,6 @@ def verdict_words(outcome: Outcome) -> str:
 
 
 def same_numbers(numerics: Numerics) -> str:
-    """Whether the arms compute the same, in a few words."""
     if numerics.bitwise_equal:
         return "to the bit"
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
@@ -146,8 +127,35 @@ def differ_by_gemm(triton: Outcome, cublas: Outcome) -> bool:
 
 def role_totals(programs: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Bytes of each role over all programs, largest first; roles without bytes are left out."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for sizes in programs:
-        for role, size in sizes.items():
-            totals[role] = totals.get(role, 0) + size
-    return {role: size for role, size in sorted(totals.items(), key=lambda item: -item[1]) if size}
+        totals.update(sizes)
+    return {role: size for role, size in totals.most_common() if size}
+
+
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, and related ones; roles
+# that are no value of the program are grey. Roles that are often side by side have colours that are
+# far apart.
+ROLE_COLOURS = {
+    "activation": "#56b4e9",
+    "saved residual": "#d55e00",
+    "scan carry": "#0072b2",
+    "logits": "#f0e442",
+    "gathered weight": "#009e73",
+    "parameter cast": "#9a7b2f",
+    "parameter copy": "#6a9a3a",
+    "gradient accumulator": "#cc79a7",
+    "gradient": "#8e3f6f",
+    "optimizer update": "#7a5fd0",
+    "collective buffer": "#e69f00",
+    "partial sums": "#a3423c",
+    "library workspace": "#2f5d62",
+    "constant": "#3d4f9f",
+    "kept argument": "#8b6f5a",
+    "donated argument": "#c4b5a5",
+    "output": "#5b8f8a",
+    "other": "#5f6a77",
+    "padding": "#b9bfc7",
+    "fragmentation": "#929aa5",
+    "other memory space": "#a8a0c8",
+}

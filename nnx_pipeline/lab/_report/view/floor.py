@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nnx_pipeline.lab._report.view.figures import DASH, estimated, megabytes, milliseconds
-from nnx_pipeline.lab._report.view.figures import signed_megabytes as signed
 from nnx_pipeline.lab.attribution._floor import Gap, Moment, Term, between
 from nnx_pipeline.lab.compile.measure import Measurement
 
@@ -14,20 +13,18 @@ ABOUT_EXPECTED = "what the compiler is expected to hold"
 
 
 class TermRow(NamedTuple):
-    """A term of the floor as texts: its name, its MB, and how they follow from sizes."""
-
     name: str
     size: str
     formula: str
 
 
 def term_rows(terms: Sequence[Term]) -> list[TermRow]:
-    """A row for each term, in the order given."""
-    return [TermRow(term.name, signed(term.bytes), term.formula) for term in terms]
+    return [
+        TermRow(term.name, megabytes(term.bytes).replace("-", "−"), term.formula) for term in terms
+    ]
 
 
 def rows_at(moment: Moment) -> list[TermRow]:
-    """What the heap holds at a moment, largest first."""
     return term_rows(sorted(moment.terms, key=lambda term: -term.bytes))
 
 
@@ -62,7 +59,6 @@ def _above(size: int, least: int) -> str:
 
 
 def gaps_of(measurement: Measurement) -> list[Gap]:
-    """The roles between floor and heap, largest excess first, without those that round to 0."""
     if measurement.floor is None or measurement.attribution is None:
         return []
     gaps = between(measurement.floor, measurement.attribution)

@@ -1,11 +1,12 @@
 """The sentences beside the figures of a report: compiler, settings, notes and warnings."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from nnx_pipeline.lab._hlo.cost import Unread
+from nnx_pipeline.lab._report.view.buffers import buffer_rows
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler, megabytes
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
@@ -32,24 +33,24 @@ Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence of a report, and how much it should catch the eye."""
-
     text: str
     tone: Tone = "plain"
 
 
 def warnings(texts: Iterable[str]) -> list[Remark]:
-    """Each text as a warning."""
     return [Remark(text, "warning") for text in texts]
 
 
 def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
-    """The settings of the compiler, and which of them it does not take."""
-    return [*map(Remark, settings_lines(measured)), *warnings(left_out_lines(measured))]
+    left_out = dict.fromkeys(
+        f"left out, because the compiler for {one.platform} does not take it: {setting}"
+        for one in measured
+        for setting in one.xla_left_out
+    )
+    return [*map(Remark, settings_lines(measured)), *warnings(left_out)]
 
 
 def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
-    """A warning where the first program was compiled for the CPU."""
     return warnings([CPU_WARNING] if measured and measured[0].is_of_cpu else [])
 
 
@@ -68,27 +69,18 @@ def blind_spots(measured: Sequence[Measurement]) -> list[Remark]:
     """What a figure counts unexpectedly, and where two reports of the compiler disagree."""
     peaks = [one for one in measured if one.memory.peak_bytes is not None]
     on_chip = [one.account.on_chip_bytes for one in peaks if one.account.on_chip_bytes]
-    of_the_peak = (
-        [
-            Remark(
-                "peak includes the on-chip memory of a TPU, here up to "
-                f"{megabytes(max(on_chip))} MB; program code includes the constants"
-            )
-        ]
-        if on_chip
-        else []
-    )
-    return of_the_peak + warnings(dict.fromkeys(n for one in measured for n in one.account.notes))
+    notes = warnings(dict.fromkeys(note for one in measured for note in one.account.notes))
+    if not on_chip:
+        return notes
+    most = megabytes(max(on_chip))
+    text = f"peak includes the on-chip memory of a TPU, here up to {most} MB; "
+    return [Remark(f"{text}program code includes the constants"), *notes]
 
 
 def closing_remarks(
     measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
 ) -> list[Remark]:
-    """The remarks below a table: compiler, blind spots, what does not fit, what is from a cache.
-
-    - `compared`: comparisons of numbers, which may be from a cache too.
-    - `hint`: whether to name the option that shows both kinds of matrix product.
-    """
+    """The remarks below a table: compiler, blind spots, what does not fit, what is cached."""
     remarks = [Remark(f"compiler: {compiler(measured[0])}")] if measured else []
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
     remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
@@ -102,12 +94,8 @@ def closing_remarks(
     earlier = sorted(filter(None, dates))
     if earlier:
         span = earlier[0] if earlier[0] == earlier[-1] else f"{earlier[0]} to {earlier[-1]}"
-        remarks.append(
-            Remark(
-                f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}; "
-                "--fresh measures them again"
-            )
-        )
+        text = f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}"
+        remarks.append(Remark(f"{text}; --fresh measures them again"))
     return remarks
 
 
@@ -116,36 +104,20 @@ def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
     if not large:
         return []
     most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
-    text = (
-        f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
-    )
-    refused = any(one.is_refused for one in large)
-    why = "; the compiler refused it, so that temp, peak and time are not known" if refused else ""
-    return [Remark(f"{text}, and a device has {megabytes(size)} MB{why}", "error")]
+    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and "
+    text += f"heap, and a device has {megabytes(size)} MB"
+    if any(one.is_refused for one in large):
+        text += "; the compiler refused it, so that temp, peak and time are not known"
+    return [Remark(text, "error")]
 
 
 def settings_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line with the settings that all programs have; none if they have none of their own.
-
-    - `measured`: the programs. Where their settings differ, `arm_lines` says which arm has which.
-    """
+    """The settings that all programs have in common; those of each arm are in `arm_lines`."""
     texts = {written(one.xla) for one in measured}
     return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
 
 
-def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line for each setting of a set that a compiler does not take."""
-    return list(
-        dict.fromkeys(
-            f"left out, because the compiler for {one.platform} does not take it: {setting}"
-            for one in measured
-            for setting in one.xla_left_out
-        )
-    )
-
-
 def arm_lines(outcome: Outcome) -> list[str]:
-    """A line with the settings of each arm; none where both arms have the same."""
     measured = [(key, one) for key, (_, one) in zip("ab", outcome.arms, strict=True) if one]
     if all(one.xla == measured[0][1].xla for _, one in measured):
         return []
@@ -156,20 +128,13 @@ def arm_lines(outcome: Outcome) -> list[str]:
 
 
 def headed(title: str, outcomes: Sequence[Outcome]) -> str:
-    """The title of a chart, with the settings of the arms below it.
-
-    - `title`: what was compiled.
-    """
     measured = [one for outcome in outcomes for one in (outcome.a, outcome.b) if one]
     arms = dict.fromkeys(line for outcome in outcomes for line in arm_lines(outcome))
     return "\n".join([title, *arms, *settings_lines(measured)])
 
 
 def unread_lines(measured: Sequence[Measurement]) -> list[str]:
-    """One line for each kind of instruction or text that figures leave out.
-
-    - `measured`: the programs; what several of them leave out is named once.
-    """
+    """One line for each kind of instruction or text that figures leave out."""
     groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
     for measurement in measured:
         for item in measurement.unread:
@@ -187,7 +152,66 @@ def _line(items: list[Unread]) -> str:
 
 
 def _called(item: Unread) -> str:
-    times = "an unknown number of times"
-    if item.executed is not None:
-        times = counted(item.executed, "time")
+    known = item.executed is not None
+    times = counted(item.executed, "time") if known else "an unknown number of times"
     return f"{item.name} ({times} per step)"
+
+
+NAMED = 3  # the largest buffers that are named
+_WORTH_NAMING = 0.01  # of what must fit
+_PARTS = {
+    "kept_argument_bytes": "arguments",
+    "donated_argument_bytes": "arguments",
+    "output_bytes": "outputs",
+    "constant_bytes": "constants",
+    "heap_bytes": "heap",
+}
+# What makes buffers of a role smaller, in any program.
+ADVICE = {
+    "saved residual": "jax.checkpoint, so that the backward pass computes values again",
+    "activation": "fewer rows at a time, such as gradients of one microbatch after the other",
+    "logits": "the loss computed for a part of the sequence at a time",
+    "gathered weight": "weights gathered one layer at a time, in a jax.lax.scan over layers",
+    "gradient accumulator": "gradients sharded as their parameters are",
+    "arguments": "more devices along the mesh axis that the parameters are split over",
+}
+
+
+def fit_remarks(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> list[Remark]:
+    """Whether a program fits and, if not, the `advice` for the roles of its largest buffers."""
+    if not measurement.exceeds_device_memory:
+        return [Remark(_sum(measurement), "strong")]
+    rows = buffer_rows(measurement.attribution.buffers) if measurement.attribution else []
+    least = _WORTH_NAMING * measurement.needed_bytes
+    largest = [row for row in rows[:NAMED] if row.bytes >= least]
+    lines = [
+        f"  {megabytes(row.bytes)} MB: {row.role}, {row.shape or 'no array'}, {row.source}"
+        for row in largest
+    ]
+    roles = [row.role for row in largest]
+    account, half = measurement.account, measurement.needed_bytes / 2
+    arguments = account.kept_argument_bytes + account.donated_argument_bytes
+    if arguments + account.output_bytes > half:  # most outputs are as large as the arguments
+        roles.insert(0, "arguments")
+    tried = dict.fromkeys(advice[role] for role in roles if role in advice)
+    lines += [f"  to try: {cure}" for cure in tried]
+    return [Remark(_sum(measurement), "alarm"), *map(Remark, lines)]
+
+
+def _sum(measurement: Measurement) -> str:
+    """Such as `arguments 20.1 + heap 4.5 = 24.6 of 102.8 GB: fits`."""
+    account, size = measurement.account, measurement.device_memory_bytes
+    parts: dict[str, int] = {}
+    for field, name in _PARTS.items():
+        parts[name] = parts.get(name, 0) + (getattr(account, field) or 0)
+    # Not GB for a small program on a large device: each of its parts would be 0.00.
+    is_large = max(size or 0, measurement.needed_bytes) >= 1e9 and measurement.needed_bytes >= 1e8
+    unit, scale = ("GB", 1e9) if is_large else ("MB", 1e6)
+    digits = 2 if measurement.needed_bytes < 10 * scale else 1
+    shown = [f"{name} {part / scale:,.{digits}f}" for name, part in parts.items() if part]
+    text = f"{' + '.join(shown)} = {measurement.needed_bytes / scale:,.{digits}f}"
+    if size is None:
+        return f"{text} {unit} per device, whose memory is not known here"
+    text += f" of {size / scale:,.{digits}f} {unit}"
+    verdict = {True: "does not fit ✗", False: "fits", None: "fits, if it holds no constants"}
+    return f"{text}: {verdict[measurement.exceeds_device_memory]}"

@@ -2,12 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from nnx_pipeline.lab._report.view.figures import (
-    are_alike,
-    megabytes,
-    milliseconds,
-    relative_change,
-)
+from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.remarks import Remark
 from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -16,10 +11,7 @@ Figure = Callable[[Measurement], float | None]
 
 
 def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
-    """What each comparison means for the account and the step, and which has the largest effects.
-
-    - `outcomes`: one without the figures of both arms has no sentence.
-    """
+    """What each comparison means for account and step, and which has the largest effects."""
     known = [one for one in outcomes if one.a and one.b and one.question.kind == "step"]
     texts = [Remark(_sentence(one), "strong") for one in known]
     if len(known) < 2:
@@ -52,7 +44,6 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _change_of_step(outcome: Outcome) -> str:
-    """What became of the estimated step; the time of either arm may be a lower bound."""
     times = [result.time if result else None for result in (outcome.a, outcome.b)]
     is_bound = [bool(time and time.is_lower_bound) for time in times]
     before, after = _pair(outcome, _step)
@@ -66,7 +57,7 @@ def _change_of_step(outcome: Outcome) -> str:
     longer, shorter = (before, after) if is_bound[0] else (after, before)
     if longer <= shorter or any(time and time.is_open for time in times):
         return f"the estimated step is {' and '.join(texts)}, which leaves open which is shorter"
-    part = relative_change(before, after) if before else "from nothing"
+    part = figures.relative_change(before, after) if before else "from nothing"
     verb = "falls" if is_bound[0] else "rises"
     return f"the estimated step {verb} from {' to '.join(texts)} ({part} or more)"
 
@@ -78,7 +69,7 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str
         return f"{name} is not known"
     if before == after:
         return f"{name} stays at {show(after)}"
-    part = relative_change(before, after) if before else "from nothing"
+    part = figures.relative_change(before, after) if before else "from nothing"
     verb = "falls" if after < before else "rises"
     if _is_small(outcome, figure):
         verb = "hardly changes,"
@@ -94,7 +85,7 @@ def _is_bound(outcome: Outcome) -> bool:
 def _saved(outcome: Outcome, figure: Figure) -> float:
     """What b saves of a figure; 0 where only one of the two times is a lower bound."""
     one, other = (result.time if result else None for result in (outcome.a, outcome.b))
-    if figure is _step and not are_alike(one, other):
+    if figure is _step and not figures.are_alike(one, other):
         return 0.0
     before, after = _pair(outcome, figure)
     return 0.0 if before is None or after is None else before - after
@@ -119,8 +110,8 @@ def _step(result: Measurement) -> float | None:
 
 
 def _as_memory(size: float, *, exactly: bool = False) -> str:
-    return f"{size:,.0f} bytes" if exactly else f"{megabytes(size)} MB"
+    return f"{size:,.0f} bytes" if exactly else f"{figures.megabytes(size)} MB"
 
 
 def _as_time(seconds: float, *, exactly: bool = False) -> str:
-    return f"{1e6 * seconds:,.3f} µs" if exactly else f"{milliseconds(seconds)} ms"
+    return f"{1e6 * seconds:,.3f} µs" if exactly else f"{figures.milliseconds(seconds)} ms"
