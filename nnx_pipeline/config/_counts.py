@@ -7,20 +7,13 @@ from nnx_pipeline.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many parameters a model has."""
-
     total: int
-    """All parameters."""
-
     active: int
-    """Parameters that one token passes through: all but the experts it is not sent to."""
+    """What one token passes through: all but the experts that it is not sent to."""
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """The number of parameters of a model, computed from its config alone.
-
-    A test holds it equal to the size of the real parameter tree.
-    """
+    """The number of parameters of a model, computed from its config alone."""
     expert = 3 * model.embed_dim * model.mlp_dim
     router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
     router += model.num_experts if model.router_bias else 0
@@ -39,7 +32,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def _attention(model: ModelConfig) -> int:
-    """The parameters of the attention of a layer, and of the layer's norms."""
+    """With the norms of the layer."""
     norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
     if model.kv_lora_rank is None:
         heads = 2 * (model.num_heads + model.num_kv_heads)

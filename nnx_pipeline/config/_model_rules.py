@@ -1,7 +1,4 @@
-"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError.
-
-`ModelConfig` imports this module, so that the checks take any object with its fields.
-"""
+"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError."""
 
 from typing import Any
 
@@ -49,7 +46,7 @@ OF_ROUTER: dict[str, Any] = {
 
 
 def check_latent(model: Model) -> None:
-    """Raises InputError for sizes that multi-head latent attention lacks or does not read."""
+    """Sizes that multi-head latent attention lacks or does not read."""
     sizes = {"rope_head_dim": 64, "value_head_dim": 128}
     if model.kv_lora_rank is None:
         for name in ("q_lora_rank", *sizes):
@@ -91,7 +88,7 @@ def check_latent(model: Model) -> None:
 
 
 def check_dense_layers(model: Model) -> None:
-    """Raises InputError for dense first layers that contradict the other sizes."""
+    """Dense first layers that contradict the other sizes."""
     number = model.num_dense_layers
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise InputError(f"num_dense_layers={number!r} is not a whole number of 0 or more")
@@ -116,11 +113,7 @@ def check_dense_layers(model: Model) -> None:
 
 
 def check_kinds(model: Model) -> None:
-    """Raises InputError for full attention in turn with a window that is not there.
-
-    Dense first layers would shift the turns: the n-th layer of the pipeline is not that of the
-    model.
-    """
+    """Full attention in turn with a window that is not there."""
     if model.full_attention_every is None:
         return
     whole(model, "full_attention_every")
@@ -139,7 +132,7 @@ def check_kinds(model: Model) -> None:
 
 
 def check_quantization(model: Model) -> None:
-    """Raises InputError for a model whose products have no low precision."""
+    """A model whose products have no low precision."""
     one_of("quantization", model.quantization, (None, "int8", "fp8"))
     if model.quantization is None:
         return
@@ -163,7 +156,7 @@ def check_quantization(model: Model) -> None:
 
 
 def check_experts(model: Model) -> None:
-    """Raises InputError for experts and a router that contradict each other."""
+    """Experts and a router that contradict each other."""
     one_of("experts", model.experts, ("dense", "grouped", "capacity"))
     if model.expert_group is not None:
         whole(model, "expert_group")
@@ -213,7 +206,7 @@ def check_experts(model: Model) -> None:
 
 
 def _check_groups(model: Model) -> None:
-    """Raises InputError for groups from which the router cannot choose."""
+    """Groups from which the router cannot choose."""
     whole(model, "router_groups", "router_groups_per_token")
     groups, some = model.router_groups, model.router_groups_per_token
     if some > groups:
@@ -240,7 +233,7 @@ def _check_groups(model: Model) -> None:
 
 
 def check_rope(model: Model) -> None:
-    """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
+    """`rope_scaling` without the fields that it reads, or with others."""
     one_of("rope_interleaved", model.rope_interleaved, (True, False))
     one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))
     read = ROPE_SCALINGS.get(model.rope_scaling or "", {})

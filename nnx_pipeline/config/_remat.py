@@ -1,7 +1,4 @@
-"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes.
-
-JAX is imported where a policy is used: a config needs the names of the policies alone.
-"""
+"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -29,16 +26,11 @@ Policy = Callable[..., Any]  # of a primitive and its values to what becomes of 
 
 @dataclass(frozen=True)
 class Remat:
-    """A remat policy: which named values a checkpoint keeps in addition to its inputs.
-
-    The names are those that the modules give with `named`: the constants of this file.
+    """Which named values (see `named`) a checkpoint keeps in addition to its inputs.
 
     - `saved`: names kept in device memory; None keeps every value, named or not.
-    - `offloaded`: names kept in host memory. They are sent there as soon as they are computed, and
-      fetched in the backward pass. A compiler without a separate host memory (CPU) leaves them
-      where they are.
-
-    Raises InputError when the two contradict each other.
+    - `offloaded`: names kept in host memory from where they are computed until the backward pass. A
+      compiler without a separate host memory (CPU) leaves them where they are.
     """
 
     saved: tuple[str, ...] | None = ()
@@ -63,7 +55,6 @@ class Remat:
     ) -> Callable[_Args, _Result]:
         """The function, recomputed in the backward pass except for the values that are kept.
 
-        - `function`: what to put a checkpoint around.
         - `also`: names saved in addition to the policy's own, unless those are offloaded.
         - `in_scan`: whether the function is the whole body of a scan. XLA then has nothing to merge
           the recomputation with, so that no barrier against merging (`prevent_cse`) is needed.
@@ -79,10 +70,7 @@ class Remat:
         return kept
 
     def policy(self, *, also: tuple[str, ...] = ()) -> Policy | None:
-        """The policy that `checkpoint` hands to `jax.checkpoint`; None if everything is kept.
-
-        - `also`: as for `checkpoint`.
-        """
+        """What `checkpoint` hands to `jax.checkpoint`; None if everything is kept."""
         import jax
 
         if self.saved is None:
@@ -131,7 +119,6 @@ FULL, KEEP_ALL = POLICIES["full"], POLICIES["none"]
 
 
 def named(x: Array, name: str) -> Array:
-    """The array with a name by which a policy refers to it."""
     from jax.ad_checkpoint import checkpoint_name
 
     result: Array = checkpoint_name(x, name)

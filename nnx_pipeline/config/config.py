@@ -1,7 +1,6 @@
 """Frozen configs of the training and the whole; each checks its values when it is made.
 
-The mesh is not part of `Config`: the same config runs on any mesh over which its sizes divide, and
-`Config.check_mesh` says why a mesh does not fit.
+The mesh is not part of `Config`; `Config.check_mesh` says why a mesh does not fit.
 """
 
 import dataclasses
@@ -198,11 +197,10 @@ class Config:
         return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
 
     def for_batch(self, batch: int, length: int | None = None) -> "Config":
-        """The same config with a global batch of `batch` sequences.
+        """The same config with a global batch of `batch` sequences of `length` tokens.
 
-        - `length`: tokens of each; None for `train.sequence_length`.
-
-        Raises InputError where the batch, or the loss of that length, does not split.
+        None for `length` keeps `train.sequence_length`. Raises InputError where the batch, or the
+        loss of that length, does not split.
         """
         length = self.train.sequence_length if length is None else length
         train = dataclasses.replace(self.train, global_batch=batch, sequence_length=length)
@@ -211,8 +209,7 @@ class Config:
     def check_mesh(self, mesh: MeshConfig, length: int | None = None) -> None:
         """Raises InputError, which says what to change, unless everything divides over `mesh`.
 
-        - `length`: of the sequences, for which the model must have been made; None for
-          `train.sequence_length`.
+        `length` is that of the sequences; None for `train.sequence_length`.
         """
         self.check_weights(mesh)
         self._check_length(self.train.sequence_length if length is None else length)
@@ -221,18 +218,14 @@ class Config:
         self._check_batch_on(mesh)
 
     def check_weights(self, mesh: MeshConfig) -> None:
-        """Raises InputError, which says what to change, unless `mesh` can hold the weights.
-
-        The batch is not checked; `check_mesh` checks that too.
-        """
+        """Raises InputError, which says what to change, unless `mesh` can hold the weights."""
         for divisor, size, rule in self.weight_rules(mesh):
             divides(divisor, size, rule=rule, cure="or another mesh")
 
     def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
-        """The conditions under which `mesh` can hold the weights.
+        """(divisor, size, rule) of each condition under which `mesh` can hold the weights.
 
-        Yields (divisor, size, rule) for each condition: `divisor` must divide `size`, and `rule` is
-        the text that says so.
+        The divisor must divide the size, and the rule is the text that says so.
         """
         model, repeats = self.model, self.pipeline.num_repeats
         if not self.pipeline.pad_layers:
@@ -263,7 +256,6 @@ class Config:
                     yield shards, size, rule
 
     def _check_length(self, length: int) -> None:
-        """Checks that the model was made for sequences of this length."""
         longest = self.model.max_position_embeddings
         if longest is not None and length > longest:
             raise InputError(
@@ -279,7 +271,6 @@ class Config:
             is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
-        """Checks the options of the pipeline, and the number of microbatches, against the mesh."""
         stages, repeats = mesh.stage, self.pipeline.num_repeats
         microbatches = self.pipeline.microbatches_on(stages)
         if mesh.context > 1:
@@ -308,7 +299,6 @@ class Config:
             )
 
     def _check_batch_on(self, mesh: MeshConfig) -> None:
-        """Checks that microbatches split over the devices that each of them runs on."""
         microbatches = self.pipeline.microbatches_on(mesh.stage)
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
@@ -333,13 +323,9 @@ class Config:
     def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
 
-        - `stages`: of the mesh.
-        - `segments`: whether the batch has segment ids, and so may have padding.
-
-        The router's load-balance loss is computed per microbatch (see `PipelineConfig`), and so is
-        its z-loss where microbatches may have different numbers of tokens that are not padding.
-        Where one has a weight and the mesh has stages, the number of microbatches must therefore be
-        given, and not be derived from `stages`.
+        The load-balance loss is computed per microbatch (see `PipelineConfig`), and with
+        `segments`, where microbatches may differ in padding, so is the z-loss. If one of them has a
+        weight and the mesh has stages, the number of microbatches must be given.
         """
         default = self.pipeline.microbatches_on(stages)
         names = ("load_balance_weight", *["router_z_loss_weight"] * segments)

@@ -309,7 +309,7 @@ class ModelConfig:
 
     @property
     def num_pipeline_layers(self) -> int:
-        """The layers that are divided over stages and repeats: all but the dense first ones."""
+        """All but the dense first ones: the layers that are divided over stages and repeats."""
         return self.num_layers - self.num_dense_layers
 
     @property
@@ -344,8 +344,8 @@ class ModelConfig:
     def embedding_deviation(self) -> float:
         """The standard deviation with which a new embedding table begins.
 
-        It is MaxText's, 1, unless the table is the head too: then the logits of a new model have a
-        variance of 1, and its loss begins near log(vocab_size).
+        It is MaxText's, 1, unless the table is the head too: then new logits have a variance of 1,
+        and the loss begins near log(vocab_size).
         """
         return self.embed_dim**-0.5 if self.tied_embeddings else 1.0
 

@@ -157,7 +157,6 @@ class PipelineConfig:
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
-        """Raises InputError for options that 1F1B does not have."""
         for name, only in (("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(

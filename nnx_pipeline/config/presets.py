@@ -1,4 +1,4 @@
-"""Named configs (presets), from the table in `presets.toml`."""
+"""Named configs, from the table in `presets.toml`."""
 
 from typing import Any
 
@@ -17,10 +17,7 @@ PRESETS: dict[str, Config] = {name: _config(row) for name, row in PRESET_TABLE.i
 
 
 def preset(name: str) -> Config:
-    """The preset config called `name`.
-
-    Raises InputError, naming the nearest preset, when there is none of that name.
-    """
+    """The preset config called `name`; raises InputError where there is none."""
     if name not in PRESETS:
         raise InputError(f"model {name!r} is not a preset; {nearest(name, PRESETS)}")
     return PRESETS[name]

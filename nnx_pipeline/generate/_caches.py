@@ -33,12 +33,8 @@ def rows_on(mesh: MeshConfig) -> int:
 
 
 def generation_config(config: Config) -> Config:
-    """The config with which a model of `config` generates.
+    """The config with which a model of `config` generates, without what is about training alone.
 
-    - `config`: its `model` is kept, and of its `pipeline` how layers are stacked and the kind of
-      mesh axes. What else it says is about training.
-
-    There are as many microbatches as the mesh has stages, so that each stage has one to work on.
     Raises InputError for experts that drop tokens.
     """
     if config.model.experts == "capacity":
@@ -56,9 +52,7 @@ def generation_config(config: Config) -> Config:
 
 
 def check_generation(config: Config, mesh: MeshConfig, length: int) -> None:
-    """Raises InputError unless a model of a config can generate on a mesh.
-
-    - `length`: tokens of a sequence, new ones included.
+    """Raises InputError unless a model can generate sequences of `length` tokens on a mesh.
 
     The number of repeats is not checked: loading chooses one that fits.
     """
@@ -70,15 +64,11 @@ def check_generation(config: Config, mesh: MeshConfig, length: int) -> None:
 def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
     """The model with an empty cache in each layer, and the pipeline of `generation_config`.
 
-    - `model`: is not changed; the parameters are shared with it.
-    - `batch`: the number of sequences, a multiple of `rows_on` the ambient mesh.
-    - `slots`: the number of tokens of a sequence that the caches hold.
-
-    Call it in a jitted function, under the mesh on which the model was made, and call the result
-    with token ids `[batch, seq]` for the first tokens of each sequence, then with one token of each
-    and its position. Every call changes the caches (`nnx.Cache` variables), which are `[repeats,
-    stages, layers per stage, microbatches, …]` and sharded over stages, sequences and key-value
-    heads.
+    It shares the parameters. Call this in a jitted function, under the mesh on which the model was
+    made, and call the result with token ids `[batch, seq]` for the first tokens of each sequence,
+    then with one token of each and its position. Every call changes the caches (`nnx.Cache`
+    variables), which are `[repeats, stages, layers per stage, microbatches, …]` and sharded over
+    stages, sequences and key-value heads.
     """
     found, microbatches = generation_config(model.config), ambient_mesh().stage
     pipeline = dataclasses.replace(found.pipeline, num_microbatches=microbatches)
@@ -111,14 +101,7 @@ def _empty_cache(
     batch: int,
     slots: int,
 ) -> KeyValueCache:
-    """The empty caches of stacked layers.
-
-    - `attention`: theirs.
-    - `stack`: the sizes of the stacked axes, before the axes of one cache.
-    - `names`: the logical axes of these.
-    - `layout`: which mesh axes each logical axis is sharded over.
-    - `batch`, `slots`: of one cache.
-    """
+    """The empty caches of stacked layers, whose stacked axes have these sizes and logical axes."""
     one = jax.eval_shape(lambda layer: layer.new_cache(batch=batch, slots=slots), attention)
 
     def stacked(variable: Variable) -> Variable:

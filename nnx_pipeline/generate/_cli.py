@@ -37,12 +37,7 @@ class Stored:
     config_name: str | None
 
     def config(self, chosen: Chosen, offered: Checkpoints) -> Config:
-        """The config of the model: of `--config`, of `--model`, or of the checkpoint itself.
-
-        - `chosen`: `--model`, and the overrides of `--set`.
-
-        Raises InputError where there is none, and for both options at once.
-        """
+        """The config of the model: of `--config`, of `--model`, or of the checkpoint itself."""
         if self.config_name is not None and chosen.model is not None:
             raise InputError("--config and --model name one config each; leave one of them out")
         own = offered.stored_config(self.checkpoint)  # first, so that a missing checkpoint is named
@@ -60,10 +55,7 @@ class Stored:
         return apply_overrides(found, parse_overrides(chosen.assignments))
 
     def departures(self, config: Config, offered: Checkpoints) -> list[str]:
-        """A sentence on each field of the model that is not as the checkpoint's own config says.
-
-        - `config`: of the model that is built.
-        """
+        """A sentence on each field of the model that is not as the checkpoint's own config says."""
         own = offered.stored_config(self.checkpoint)
         if own is None:
             return []
@@ -95,7 +87,6 @@ class Prompts:
         return tokenizer_for(self.tokenizer, checkpoint, vocab_size)
 
     def tokens(self, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each prompt."""
         if tokenizer is not None and self.texts:
             return tuple(tuple(tokenizer.encode(text)) for text in self.texts)
         return tuple(_ids("--tokens", text) for text in self.token_lists)
@@ -117,11 +108,6 @@ class Drawing:
     end_token: str | None
 
     def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
-        """What is asked of the model.
-
-        - `prompts`: the tokens of each.
-        - `ends`: the end tokens where `--end-token` is not given.
-        """
         from nnx_pipeline.generate.loop import Request
         from nnx_pipeline.generate.sampling import Sampling
 
@@ -136,7 +122,6 @@ class Drawing:
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:
-    """The token ids in a text such as `1,2,3`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) <= 10 for part in parts):
         raise InputError(

@@ -58,7 +58,6 @@ class Request:
     def check(self, vocab_size: int, longest: int | None) -> None:
         """Raises InputError for tokens outside a vocabulary, or more than a model was made for.
 
-        - `vocab_size`: tokens are below it.
         - `longest`: `model.max_position_embeddings`.
         """
         tokens = [*(token for prompt in self.prompts for token in prompt), *self.end_tokens]
@@ -78,11 +77,6 @@ class Request:
 
 
 def _check_ids(name: str, ids: object) -> None:
-    """Raises InputError unless something is a tuple or list of whole numbers.
-
-    - `name`: what it is called in the message.
-    - `ids`: token ids, if all is well.
-    """
     if not isinstance(ids, tuple | list) or any(
         isinstance(token, bool) or not isinstance(token, int | np.integer) for token in ids
     ):
@@ -125,7 +119,6 @@ class _Prompts:
     """The prompts as arrays. Rows that the mesh needs beyond the prompts repeat the first one.
 
     - `tokens`: int32 `[batch, seq]`, with zeros after the end of a shorter prompt.
-    - `lengths`: int32 `[batch]`.
     - `slots`: the number of tokens of a sequence, new ones included.
     """
 

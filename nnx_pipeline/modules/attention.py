@@ -24,7 +24,6 @@ from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 def options_of(config: ModelConfig) -> Options:
-    """How a model computes attention."""
     return Options(
         scale=config.attention_scale,
         window=config.sliding_window,
@@ -38,11 +37,7 @@ def kernel_of(
     cache: KeyValueCache | None = None,
     positions: Array | None = None,
 ) -> Kernel:
-    """What computes the heads of a model from query, key and value, with the model's options.
-
-    - `cache`: where keys and values are stored, if they are.
-    - `positions`: as of `KeyValueCache.through`.
-    """
+    """What computes the heads of a model from query, key and value; it uses the cache."""
     options = options_of(config)
     kernel = functools.partial(KERNELS[config.attention], options=options)
     return kernel if cache is None else cache.through(kernel, positions, options)
@@ -56,8 +51,8 @@ class Attention(nnx.Module):
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
-    `config.qk_norm` so is the scale of the query's norm. Biases
-    (`config.attention_bias`) start at 0.
+    `config.qk_norm` so is the scale of the query's norm. Biases (`config.attention_bias`) start at
+    0.
     """
 
     def __init__(
@@ -104,18 +99,14 @@ class Attention(nnx.Module):
         self.cache: KeyValueCache | None = nnx.data(None)
 
     def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
-        """An empty cache for this layer, which reads and writes it once it is its `cache`.
-
-        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
-        """
+        """An empty cache for this layer, which reads and writes it once it is its `cache`."""
         return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """The output of the attention for one batch.
+        """`[batch, seq, embed]` to the same.
 
-        - `x`: `[batch, seq, embed]`.
         - `positions`: `[batch, seq]` integers; None counts from 0.
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
 

@@ -1,7 +1,6 @@
 """The whole decoder, embedding → layers → norm → head, as functions and as an NNX module.
 
-`Decoder` computes logits and losses from functions and weights that it is given. `Mixtral` below
-uses it with NNX modules, and `linen_compat` with Linen modules.
+`Mixtral` uses `Decoder` with NNX modules, and `linen_compat` with Linen modules.
 """
 
 import functools
@@ -48,11 +47,9 @@ class Ends:
 
     - `embed`: (`table`, token ids `[…, seq]`, sharding of the result) to `[…, seq, embed]`.
     - `norm`: (`scale`, `[…, seq, embed]`) to the same.
-    - `table`, `scale`: the weights of these two functions, any pytrees.
     - `head`: the head's kernel, `[embed, vocab]`.
-    - `layout`: which mesh axes the logical axes of these weights are sharded over.
-    - `early`: runs layers between the embedding and the pipeline; None if there are none.
-    - `early_layers`: these layers, see `EarlyLayers`.
+    - `layout`: of these weights.
+    - `early`, `early_layers`: runs these layers between embedding and pipeline; None for none.
     """
 
     embed: Callable[[PyTree, Array, P], Array]
@@ -69,9 +66,6 @@ class Ends:
 class Decoder:
     """The computation of a decoder on a batch, for both NNX and Linen modules.
 
-    - `config`: of the model, the pipeline and the training.
-    - `runner`: how batches are cut into microbatches and laid out on the ambient mesh.
-    - `ends`: embedding, final norm and head.
     - `run_layers`: (x, side, keys=…) to (x, metrics): `Runner.run` with its layers filled in.
     - `run_loss`: `Runner.loss` with its layers filled in; used with `schedule="1f1b"` only.
     """
@@ -83,13 +77,7 @@ class Decoder:
     run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
 
     def logits(self, tokens: Array, side: Side, at: Array | None = None) -> Array:
-        """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
-
-        - `tokens`: integers `[batch, seq]`; the batch must divide as the config and the mesh need.
-        - `side`: `positions` and `segment_ids`, each `[batch, seq]` or None.
-        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
-          1, vocab]`, are computed; None for all tokens.
-        """
+        """As `Mixtral.__call__`; `side` has `positions` and `segment_ids`."""
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
         if at is not None:
@@ -104,14 +92,7 @@ class Decoder:
     def hidden(
         self, tokens: Array, side: Side, keys: Array | None = None
     ) -> tuple[Array, RouterMetrics]:
-        """The output of the final norm, and what the routers report.
-
-        - `tokens`: `[batch, seq]`.
-        - `side`: as in `logits`.
-        - `keys`: `[batch, words]`, a dropout key per sequence; None for no dropout.
-
-        The output has the axes and the sharding of `Batches.axes` in the place of the batch.
-        """
+        """As `Mixtral.hidden`; `keys` are for dropout, `[batch, words]`."""
         self._check_batch(tokens, side)
         batches = self.runner.batches
         read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
@@ -122,12 +103,7 @@ class Decoder:
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
     ) -> Loss:
-        """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
-
-        - `tokens`, `targets`, `weights`: `[batch, seq]`.
-        - `side`: as in `logits`.
-        - `key`: one random key for dropout; None for no dropout.
-        """
+        """As `Mixtral.loss`."""
         self._check_batch(tokens, side)
         _check_array("targets", targets, tokens.shape)
         _check_array("weights", weights, tokens.shape, kind=jnp.floating)
@@ -160,10 +136,7 @@ class Decoder:
     def _loss_by_one_f_one_b(
         self, tokens: Array, wanted: Targets, side: Side, keys: Array | None
     ) -> Loss:
-        """As `loss`, with forward and backward work of microbatches in the same ticks.
-
-        - `wanted`: the targets and their weights.
-        """
+        """As `loss`, with forward and backward work of microbatches in the same ticks."""
         assert self.run_loss is not None, "1F1B runs in a pipeline alone"
         batches = self.runner.batches
         axes = batches.axes[1:]  # of one microbatch
@@ -201,17 +174,12 @@ class Decoder:
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
     def _early_side(self, side: Side, keys: Array | None) -> Side:
-        """What the layers before the pipeline read beside activations; {} if there are none."""
         return {} if self.ends.early is None else with_keys(side, keys)
 
     def _enter(
         self, weights: PyTree, read: tuple[Array, Side], batch_axes: tuple[str, ...]
     ) -> Array:
-        """What the layers of the pipeline read, sharded by the logical axes `batch_axes`.
-
-        - `weights`: of the embedding, and of the layers before the pipeline.
-        - `read`: the tokens, and what these layers read beside activations.
-        """
+        """What the layers of the pipeline read, sharded by the logical axes `batch_axes`."""
         (table, layers), (tokens, side) = weights, read
         spec = self.runner.layout.spec(*batch_axes, None, None)
         x = constrain(self.ends.embed(table, tokens, spec), spec)
@@ -227,11 +195,7 @@ class Decoder:
         batch_axes: tuple[str, ...],
         chunks: int,
     ) -> Array:
-        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`.
-
-        - `kernel`: of the head, placed by `layout`.
-        - `chunks`: the number of pieces of the sequence; one piece has its logits at a time.
-        """
+        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`."""
         model = self.config.model
         return chunked_cross_entropy(
             hidden,
@@ -243,7 +207,6 @@ class Decoder:
         )
 
     def _check_batch(self, tokens: Array, side: Side) -> None:
-        """Raises InputError unless these are arrays of one batch, which fits the ambient mesh."""
         _check_array("tokens", tokens, None)
         for name, array in side.items():
             if array is not None:
@@ -254,14 +217,9 @@ class Decoder:
 def _check_array(
     name: str, array: object, shape: tuple[int, ...] | None, *, kind: type[np.generic] = jnp.integer
 ) -> None:
-    """Raises InputError unless an argument of a model is an array of this shape and kind.
+    """Raises InputError unless an argument of a model is such an array.
 
-    Both are known while JAX traces, so that a step has nothing more to do.
-
-    - `name`: of the argument.
-    - `shape`: the shape of the tokens, or of their batch, as `array` must have it; None if
-      `array` is the tokens.
-    - `kind`: of its numbers, `jnp.integer` or `jnp.floating`.
+    `shape` is None for the tokens, whose shape others must have.
     """
     dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
     numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
@@ -285,11 +243,7 @@ _ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many 
 
 
 def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
-    """What runs the dense first layers of a model, which has some.
-
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `copied`: the layout of the pipeline's activations, see `EarlyLayers`.
-    """
+    """What runs the dense first layers of a model, see `EarlyLayers`."""
     model = config.model
     remat = POLICIES[config.pipeline.remat]
     first = model.num_pipeline_layers
@@ -355,7 +309,7 @@ class Mixtral(nnx.Module):
         - `segment_ids`: `[batch, seq]` integers; None if each row is one segment, and then no mask
           array is made.
         - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
-          1, vocab]`, are wanted; None for all tokens.
+          1, vocab]`, are computed; None for all tokens.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder().logits(tokens, side, at)
@@ -371,10 +325,10 @@ class Mixtral(nnx.Module):
 
         - `tokens`, `positions`, `segment_ids`: `[batch, seq]` integers, as in a call.
 
-        The output has the axes `self.pipeline.batches.axes`:
-        it is `[batch, seq, embed]`, or on a mesh with stages `[microbatches, microbatch, seq,
-        embed]` with the first axis sharded over `stage`; where the layers run in copies
-        (`Layout.copy`), the batch or microbatch is preceded by an axis of copies.
+        The output has the axes `self.pipeline.batches.axes`: it is `[batch, seq, embed]`, or on a
+        mesh with stages `[microbatches, microbatch, seq, embed]` with the first axis sharded over
+        `stage`; where the layers run in copies (`Layout.copy`), the batch or microbatch is preceded
+        by an axis of copies.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder().hidden(tokens, side)
@@ -411,10 +365,7 @@ class Mixtral(nnx.Module):
 
     @property
     def zero1(self) -> tuple[str, ...]:
-        """Mesh axes of ZeRO-1, over which gradients and optimizer state are sharded, or ().
-
-        They come in addition to the mesh axes over which the parameters are sharded.
-        """
+        """Mesh axes of ZeRO-1, over which gradients and optimizer state are sharded too, or ()."""
         return self.pipeline.runner.weights.zero1
 
     def shards(self) -> "Mixtral":

@@ -11,8 +11,7 @@ from nnx_pipeline.sharding.layout import Layout, P, parameter
 class Embed(nnx.Module):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
-    - `config`: `config.embedding` chooses the method: `gather`, `one_hot`, or `auto`, which takes
-      the one-hot product unless its one-hot array would be above 2 GiB.
+    - `config`: its `embedding` chooses the method.
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
     """
@@ -30,10 +29,7 @@ class Embed(nnx.Module):
         )
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """The vectors of the tokens.
-
-        - `out`: sharding of the result; None leaves it whole on every device.
-        """
+        """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""
         return embed(
             self.embedding[...],
             tokens,

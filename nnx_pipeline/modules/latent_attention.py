@@ -21,8 +21,7 @@ class LatentAttention(nnx.Module):
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
 
-    As in `Attention`, the initial values of the query kernel are divided by sqrt(head_dim) ·
-    attention_scale.
+    The initial values of the query kernel are as in `Attention`.
     """
 
     def __init__(
@@ -68,20 +67,13 @@ class LatentAttention(nnx.Module):
         """An empty cache for this layer, which reads and writes it once it is its `cache`.
 
         It holds the keys and values of all heads, not the latent vectors behind them.
-
-        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
         """
         return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """The output of the attention for one batch.
-
-        - `x`: `[batch, seq, embed]`.
-        - `positions`: `[batch, seq]` integers; None counts from 0.
-        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
-        """
+        """`[batch, seq, embed]` to the same; the arguments are as of `Attention`."""
         config = self.config
         is_latent = config.q_lora_rank is not None
         down = self.query_down[...] if is_latent else None

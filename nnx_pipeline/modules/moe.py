@@ -13,10 +13,7 @@ from nnx_pipeline.sharding.layout import Layout, initial_value, parameter
 
 
 class SelectionBias(nnx.Param[Array]):
-    """A bias that takes part in choosing experts alone, so that it has no gradient.
-
-    A training step leaves it as it is.
-    """
+    """A bias for choosing experts alone: it has no gradient, and training leaves it."""
 
 
 class RoutedMoE(nnx.Module):

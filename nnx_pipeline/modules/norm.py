@@ -13,10 +13,7 @@ class RMSNorm(nnx.Module):
 
     - `width`: size of that axis; None for the residual stream's.
     - `axis`: the logical axis of the scale.
-    - `start`: by what a new layer multiplies.
-    - `layout`: which mesh axes each logical axis is sharded over.
-
-    The scale starts at `start` - norm_scale_offset.
+    - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
     def __init__(

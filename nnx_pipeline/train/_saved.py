@@ -21,8 +21,8 @@ RATE = "train.learning_rate"  # may become another one, where that is asked for
 class Origin:
     """What decides the batches of a training, beside its config.
 
-    - `seed`: of the initial values, and of the sequences or of where in the text they begin.
-    - `text`: `Texts.digest` of the text; None for generated sequences.
+    `seed` is also that of the initial values. `text` is the digest of the text (`Texts.digest`),
+    None for generated sequences.
     """
 
     seed: int
@@ -35,7 +35,6 @@ class SavedRun:
 
     - `newest`: the folder of its newest step, whose name is the number of the step.
     - `config`: with which it was trained first, but for the learning rate of its last training.
-    - `origin`: of its batches.
     """
 
     newest: Path
@@ -44,7 +43,6 @@ class SavedRun:
 
     @property
     def step(self) -> int:
-        """How many steps were done when it was saved."""
         return int(self.newest.name)
 
     def to_go_on(
@@ -52,12 +50,8 @@ class SavedRun:
     ) -> Config:
         """The config of the run from now on, if training goes on with the losses it would have had.
 
-        - `config`, `origin`: with which it is to go on. The pipeline may be another one, and so may
-          fields of `HOW`.
-        - `stages`: of the mesh on which it is to go on.
-        - `asked`: the fields that the user has set; if `RATE` is one, it may be another one.
-
-        Raises InputError where the losses would be others.
+        The pipeline and fields of `HOW` may be others, and `RATE` if it is in `asked`, the fields
+        that the user has set. Raises InputError where the losses would be others.
         """
         run = self.newest.parent
         changed = [
@@ -85,7 +79,6 @@ class SavedRun:
         return dataclasses.replace(self.config, train=train)
 
     def _check_origin(self, origin: Origin) -> None:
-        """The batches must be the same."""
         run, before = self.newest.parent, self.origin
         if origin.seed != before.seed:
             raise InputError(

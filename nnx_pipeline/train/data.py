@@ -24,11 +24,10 @@ class Source(Protocol):
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
         """Sequences of a batch, integers `[rows, length]`; each depends on batch and row alone.
 
-        Tokens are from 0 up to `model.vocab_size`, that excluded.
-
         - `batch`: the number of the batch, from 0.
         - `rows`: the numbers of the sequences in it.
-        - `length`: tokens of a sequence.
+
+        Tokens are from 0 up to `model.vocab_size`, that excluded.
         """
         ...
 
@@ -45,12 +44,11 @@ def batches(
     """Endless batches of a source, in which the target of a token is the one after it.
 
     - `config`: gives the number of sequences and their length.
-    - `mesh`: where the batches are placed, see `batch_sharding`. Each process makes the sequences
-      of its own devices alone.
-    - `source`: of the sequences; it decides what is in them, and the mesh does not.
+    - `mesh`: where batches are placed; each process makes the sequences of its own devices alone.
+    - `source`: it decides what is in the sequences, and the mesh does not.
     - `first`: the number of the first batch. A batch depends on its number alone, so that training
       goes on after k steps with batch k.
-    - `layout`: which mesh axes the batch is sharded over.
+    - `layout`: its `whole_batch` says which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
 
     Raises InputError where the batch does not split over the devices that share it, and at a batch
@@ -91,8 +89,6 @@ def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) 
     """What a source gave, as int32; raises InputError unless it is token ids of this shape.
 
     A step would compute with a token that the model does not have, and its loss would be nan.
-
-    - `source`: its name in the message.
     """
     dtype = getattr(given, "dtype", None)
     if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
@@ -137,10 +133,7 @@ def learnable_batches(
 
 @dataclass(frozen=True)
 class Placed:
-    """Places an array; each process makes the rows of its own devices.
-
-    - `shape`, `sharding`: of the array, `[rows, columns]`.
-    """
+    """Makes an array `[rows, columns]`, of which each process makes the rows of its own devices."""
 
     shape: tuple[int, int]
     sharding: NamedSharding
@@ -158,11 +151,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of generated sequences.
-
-    - `seed`: of the rule and of all sequences.
-    - `vocab_size`: tokens are below it.
-    """
+    """The rule of generated sequences, whose tokens are below `vocab_size`."""
 
     seed: int
     vocab_size: int
@@ -173,7 +162,6 @@ class Rule:
         return np.random.default_rng(self.seed).permutation(self.vocab_size).astype(np.int32)
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, see `Source`; they depend on the seed too."""
         generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
         drawn = np.stack(
             [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]

@@ -31,14 +31,12 @@ class Step(NamedTuple):
 
 @jax.jit
 def is_finite(state: TrainState) -> Array:
-    """Whether no number of a training state is NaN or infinite; call it under `jax.set_mesh`."""
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 @jax.jit
 def largest_weight(model: Mixtral) -> Array:
-    """The largest magnitude of the parameters in float32; call it under `jax.set_mesh`."""
     leaves = [x for x in jax.tree.leaves(model) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.max(jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in leaves]))
 

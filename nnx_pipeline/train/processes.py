@@ -61,7 +61,6 @@ def several_processes(
 
 
 def _told(error: BaseException) -> int:
-    """Says why this process ends; returns its exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

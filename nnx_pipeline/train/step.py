@@ -153,7 +153,6 @@ def optimized(model: Mixtral) -> Mixtral:
 
 
 def in_dtype(tree: _Tree, dtype: jax.typing.DTypeLike | None) -> _Tree:
-    """The arrays of `tree` in `dtype`; None leaves all arrays as they are."""
     if dtype is None:
         return tree
     cast: _Tree = jax.tree.map(lambda x: cast_to_other(x, dtype), tree)
@@ -183,9 +182,9 @@ def make_state(
 
 
 def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtral) -> TrainState:
-    """The shapes, dtypes and shardings of a training state, without allocating any array.
+    """The shapes, dtypes and shardings of `make_state`, without allocating any array.
 
-    The arguments are as for `make_state`; call it under `jax.set_mesh` too.
+    Call it under `jax.set_mesh` too.
     """
     make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
     shapes = jax.eval_shape(make)
@@ -197,7 +196,6 @@ def abstract_batch(
 ) -> Batch:
     """The shapes, dtypes and shardings of a batch without positions.
 
-    - `mesh`, `layout`: these determine the sharding, see `batch_sharding`.
     - `segment_ids`: whether the batch has segment ids.
     """
     shape = (config.train.global_batch, config.train.sequence_length)
@@ -213,10 +211,7 @@ def abstract_batch(
 
 
 def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
-    """The sharding of a step's `[batch, seq]` inputs: the batch over every axis that can split it.
-
-    - `layout`: its logical axis `whole_batch` names these mesh axes.
-    """
+    """The sharding of `[batch, seq]` inputs over the mesh axes of the layout's `whole_batch`."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return NamedSharding(mesh, layout.spec("whole_batch", None))
 
@@ -227,8 +222,8 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> jax.stages.Wrapped:
     - `state`: a real or an abstract state.
     - `mesh`: the mesh that is set.
 
-    The new state has the shardings of the old one, on meshes with explicit and with auto axes.
-    Raises InputError where another mesh is set, or none.
+    The new state has the shardings of the old one. Raises InputError where another mesh is set, or
+    none.
     """
     shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
@@ -243,8 +238,8 @@ def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: in
 def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too.
 
-    Raises InputError unless the mesh is the one that is set. Without it a state would have one
-    stage, or be whole on every device, as would be what a step leaves.
+    Raises InputError unless the mesh is the one that is set: else a state would have one stage, or
+    be whole on every device, and so would what a step leaves.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = ambient_mesh()

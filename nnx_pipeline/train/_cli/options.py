@@ -9,12 +9,7 @@ from nnx_pipeline.lab._cli.options import COUNT, bundled
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed` and `--data`.
-
-    - `steps`: the number of the last training step.
-    - `seed`: of the initial values, and of generated sequences or of where in a text they begin.
-    - `data`: text files; none for generated sequences.
-    """
+    """The values of `--steps`, `--seed` and `--data`."""
 
     steps: int
     seed: int

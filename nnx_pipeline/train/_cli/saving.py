@@ -25,12 +25,7 @@ KEPT = "saved steps are kept; the same command with --resume goes on after the n
 
 @dataclass(frozen=True)
 class Folder:
-    """The values of `--checkpoint-dir`, `--save-every` and `--resume`.
-
-    - `name`: the folder of the run; None for no saving.
-    - `every`: steps from one save to the next; None for one save at the end.
-    - `resume`: whether training goes on after the newest step in the folder.
-    """
+    """The values of `--checkpoint-dir`, `--save-every` and `--resume`."""
 
     name: str | None
     every: int | None
@@ -42,15 +37,9 @@ class Folder:
     ) -> Iterator[Saver | None]:
         """What saves the steps of a training; None where nothing is to be saved.
 
-        - `config`: of the training.
-        - `origin`: of its batches.
-        - `stages`: of the mesh.
-        - `asked`: the fields of the config that the user has set.
-
-        Within the context no other process can train in the folder. Raises InputError where one
-        does, where the folder cannot be written, where the model has no names in a checkpoint,
-        where there is nothing to resume or something else, and where a new run would overwrite
-        something.
+        `asked` are the fields of the config that the user has set. Within the context no other
+        process can train in the folder. Raises InputError where one does, where there is nothing to
+        resume or something else, and where a new run would overwrite something.
         """
         if self.name is None:
             for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
@@ -98,11 +87,7 @@ class Folder:
 class Saver:
     """Saves steps of a training.
 
-    - `offered`: reads and writes checkpoints.
-    - `folder`: of the run.
-    - `every`: steps from one save to the next; None for one save at the end.
     - `config`: that the run has beside its steps; a resumed one gets it with its first save.
-    - `origin`: of the batches.
     - `found`: the run that is resumed; None for a new one.
     - `newest`: the number of the newest saved step; None before the first one.
     """
@@ -116,7 +101,6 @@ class Saver:
     newest: int | None
 
     def check_steps(self, steps: int) -> None:
-        """Raises InputError where the run is further than the last step, number `steps`."""
         if self.found is not None and self.found.step > steps:
             raise InputError(
                 f"--steps {steps} counts from the beginning, and {self.folder} is at step "
@@ -132,11 +116,10 @@ class Saver:
             return self.offered.load_newest(self.found, config, mesh)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step, of this number and not the last, is to be saved."""
+        """Whether a step that is not the last is to be saved."""
         return self.every is not None and step % self.every == 0
 
     def save(self, state: TrainState) -> None:
-        """Saves a step; raises Failed where that is not possible."""
         try:
             if self.found is not None and self.newest == self.found.step:
                 self.offered.begin(self.folder, self.config, self.origin)
@@ -148,12 +131,7 @@ class Saver:
 
 
 def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
-    """How to go on where a training has come to numbers that are not finite, or too large.
-
-    - `saver`: None where nothing is saved.
-    - `at_fault`: the number of the step that has left them.
-    - `rate`: the learning rate of the training.
-    """
+    """How to go on where the step `at_fault` has left numbers that are not finite or too large."""
     newest = None if saver is None else saver.newest
     if at_fault == 0:
         return "no learning rate is to blame, as nothing was trained: choose another model.dtype"

@@ -33,9 +33,8 @@ class Trained:
     """What a training came to.
 
     - `first`: how many steps were done before it began.
-    - `losses`: of the steps that it did.
     - `held_out`: the losses on the held-out text at its end, for JSON; None without a text.
-    - `router`: what the routers reported at the last step; None where no step was left to do.
+    - `router`: of the last step; None where no step was left to do.
     """
 
     first: int
@@ -44,7 +43,6 @@ class Trained:
     router: RouterMetrics | None
 
     def words(self) -> str:
-        """The losses of the first and of the last step."""
         last = self.first + len(self.losses)
         if not self.losses:
             return f"at step {last} already, so that nothing was left to train"
@@ -54,13 +52,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Checks:
-    """What must hold of a state before it is saved.
-
-    - `mesh`: which the state is on.
-    - `texts`: None for generated sequences.
-    - `saver`: None where nothing is saved.
-    - `rate`: the learning rate, for the way to go on.
-    """
+    """What must hold of a state before it is saved."""
 
     mesh: Mesh
     texts: Texts | None
@@ -99,8 +91,7 @@ def train_and_save(
 ) -> Trained:
     """Trains and saves, with a progress bar on standard error.
 
-    Raises InputError for what does not fit together, and Failed at the first step that leaves
-    numbers with which no training can go on, before they are saved.
+    Raises Failed at the first step that leaves numbers with which no training can go on.
     """
     devices = place.devices()
     _check_memory(config, devices)
@@ -140,11 +131,6 @@ def train_and_save(
 
 
 def report(trained: Trained, title: str, about: dict[str, Any], json_path: str | None) -> None:
-    """Shows what a training came to.
-
-    - `title`: what was trained, on which mesh.
-    - `about`: the same for JSON.
-    """
     show(f"{title}: {trained.words()}", json_path=json_path)
     held_out = trained.held_out
     if held_out is not None:
@@ -189,7 +175,6 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
 
 
 def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[str, Any] | None:
-    """The losses of the model and of a bigram model on the held-out text, for JSON."""
     if texts is None:
         return None
     length = config.train.sequence_length
