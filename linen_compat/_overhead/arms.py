@@ -25,10 +25,8 @@ NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
 class Style:
     """One style in which the layers are written.
 
-    - `name`: the name of the style.
     - `native`: the name of the arm whose layer this one wraps, with which its figures are compared;
       of a native style its own.
-    - `is_linen`: whether it makes Linen modules, rather than NNX ones.
     - `make`: makes a layer from a config and `rngs` (NNX) or a name (Linen).
     """
 
@@ -43,7 +41,7 @@ class LayersProgram:
     """The computation that is measured, for one arm in one loop.
 
     - `init`: makes the parameters of all layers.
-    - `loss`: a function of (parameters, x) that gives the mean square of the last layer's result.
+    - `loss`: (parameters, x) to the mean square of the last layer's result.
     - `x`: the input of the first layer, as an abstract array.
     - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
     """
@@ -60,10 +58,7 @@ def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
 
 
 def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
-    """A layer in Flax's wrapper, without the wrapper's stream of keys.
-
-    In a loop that stream would be state that changes.
-    """
+    """A layer in Flax's wrapper, without its stream of keys, which in a loop would change."""
     with nnx.use_eager_sharding(False):  # which would take logical axes for mesh axes
         x = jnp.zeros(example(config).shape, example(config).dtype)
         wrapped: nnx.Module = nnx.bridge.ToNNX(linen_layer(config.model), rngs=rngs).lazy_init(x)
@@ -97,11 +92,7 @@ ARMS = (
 
 
 def example(config: Config, batch: int = 1) -> jax.ShapeDtypeStruct:
-    """Abstract activations `[batch, seq, embed]` in the model's dtype.
-
-    - `config`: gives the dtype, the length of the sequence and the width.
-    - `batch`: the number of sequences.
-    """
+    """Abstract activations `[batch, seq, embed]` in the model's dtype."""
     shape = (batch, config.train.sequence_length, config.model.embed_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype))
 
@@ -119,13 +110,7 @@ def mesh_for_loop(loop: str, layers: int) -> Mesh | None:
 
 
 def make_program(arm: Style, loop: str, config: Config, mesh: Mesh | None) -> LayersProgram:
-    """The program that runs the layers of an arm in a loop.
-
-    - `arm`: the style of the layers.
-    - `loop`: one of `LOOPS`.
-    - `config`: gives the sizes of a layer, the number of layers and the batch.
-    - `mesh`: as `mesh_for_loop` gives it.
-    """
+    """The program that runs the layers of an arm in one of `LOOPS`."""
     if loop == "pipeline":
         assert mesh is not None, "a pipeline runs on a mesh with stages"
         return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
@@ -180,10 +165,7 @@ class _Unrolled(nn.Module):
 
 
 class _Scanned(nn.Module):
-    """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
-
-    The second trace would look for values that are the same in every layer; here there are none.
-    """
+    """Layers stacked by `nn.scan`."""
 
     arm: Style
     config: Config

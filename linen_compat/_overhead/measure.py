@@ -49,10 +49,10 @@ class Figures:
     - `dispatch`: elapsed seconds from the call of a compiled step until it returns, without waiting
       for its result; the median of `DISPATCHES` calls.
     - `temp_bytes`: bytes per device, as the compiler reports them.
-    - `hlo_instructions`: the number of instructions in the compiled program.
+    - `hlo_instructions`: of the compiled program.
     - `host_bytes`: the peak size of Python objects from abstract init to lowering.
-    - `python_calls`: the number of function calls in tracing and lowering. It says the same as
-      their seconds and is not disturbed by what else the machine does.
+    - `python_calls`: of functions in tracing and lowering. It says the same as their seconds and is
+      not disturbed by what else the machine does.
     """
 
     abstract_init: float | None = None
@@ -74,12 +74,10 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 class OverheadRow:
     """The figures of one arm in one loop.
 
-    - `loop`: one of `LOOPS`.
-    - `arm`: the name of the arm.
     - `native`: the arm that it is compared with.
-    - `ratios`: each figure divided by the native arm's. A ratio of seconds is the median of
-      the ratios within each repetition, in which other work on the machine affects both arms alike;
-      it need not be the ratio of the medians.
+    - `ratios`: each figure divided by the native arm's. A ratio of seconds is the median of the
+      ratios within each repetition, in which other work on the machine affects both arms alike; it
+      need not be the ratio of the medians.
     - `error`: why there are no figures, None where there are.
     """
 
@@ -93,13 +91,7 @@ class OverheadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """The result of a measurement: all rows, and what they were measured with.
-
-    - `config`: the model whose layers were measured, and the batch.
-    - `repetitions`: how often initialisation, tracing and lowering were timed.
-    - `rows`: one for each loop and arm.
-    - `versions`: the versions of Python and of the packages that decide what the compiler does.
-    """
+    """What was measured, and with what."""
 
     config: Config
     repetitions: int
@@ -107,7 +99,7 @@ class Overhead:
     versions: dict[str, str]
 
     def to_json(self) -> Json:
-        """The result as plain values: schema 1 of `linen-compat overhead --json`."""
+        """Schema 1 of `linen-compat overhead --json`."""
         return {
             "schema": 1,
             "platform": "cpu",
@@ -125,8 +117,7 @@ class _Samples:
 
     - `seconds`: a list of times for each timed figure.
     - `counts`: the figures that are measured once and are not times.
-    - `step`: runs the compiled step; None if there is none, or its arrays are too large
-      (`RUN_LIMIT`).
+    - `step`: runs the compiled step; None if there is none, or its arrays exceed `RUN_LIMIT`.
     - `error`: why the arm failed.
     """
 
@@ -140,7 +131,6 @@ class _Samples:
         self.seconds.setdefault(name, []).append(seconds)
 
     def figures(self) -> Figures:
-        """The medians of the times, and the counts; nothing from an arm that failed."""
         if self.error is not None:
             return Figures()
         seconds: Json = {name: median(values) for name, values in self.seconds.items()}
@@ -167,14 +157,8 @@ def measure_overhead(
     """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
 
     In each repetition the arms take turns, every time from empty caches; the next repetition starts
-    one arm later.
-
-    - `config`: only `config.model`, `train.global_batch` and `train.sequence_length` count.
-    - `repetitions`: how often tracing and lowering are timed.
-    - `loops`, `arms`: those to measure.
-    - `progress`: called with a line of text before each step of the measurement.
-
-    Raises InputError when layers or batch do not split over the stages of the pipeline.
+    one arm later. Of the config only the model, the batch and the length count. Raises InputError
+    when layers or batch do not split over the stages of the pipeline.
     """
     check_loops(config, loops)
     Platform.parse("cpu").devices(stages_for(config.model.num_layers) or 1)
@@ -186,11 +170,7 @@ def measure_overhead(
 
 
 def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
-    """Raises InputError unless these loops are known and the layers and the batch fit them.
-
-    - `config`: gives the number of layers and the batch.
-    - `loops`: names from `LOOPS`; only the pipeline has conditions on the config.
-    """
+    """Raises InputError unless these loops are known and the layers and the batch fit them."""
     for loop in loops:
         one_of("loop", loop, LOOPS)
     if "pipeline" not in loops:
@@ -239,7 +219,6 @@ def _measure_loop(
 
 
 def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
-    """Lowers once without timing, so that imports at first use do not count for the first arm."""
     with one.catching():
         _lowered(make_program(one.arm, loop, config, mesh))
 
@@ -251,8 +230,8 @@ def _lowered(
 ) -> tuple[PyTree, jax.stages.Lowered]:
     """The abstract parameters and the lowered program, made from empty caches.
 
-    - `note`: called with the name of each part and its seconds of processor time.
-    - `profiled`: a context that is entered for tracing and lowering.
+    `note` is called with the name of each part and its seconds of processor time, and tracing and
+    lowering are within `profiled`.
     """
     jax.clear_caches()
     forget_blueprints()

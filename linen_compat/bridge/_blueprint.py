@@ -20,22 +20,13 @@ from nnx_pipeline.modules.moe import SelectionBias
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an NNX module is constructed: `kind(*args, **dict(options), rngs=…)`.
-
-    - `kind`: the class of the module.
-    - `args`: positional arguments, which can be hashed.
-    - `options`: keyword arguments as pairs of name and value, which can be hashed.
-    """
+    """How an NNX module is made, `kind(*args, **dict(options), rngs=…)`; it can be hashed."""
 
     kind: type[nnx.Module]
     args: tuple[object, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A module with new variables.
-
-        - `rngs`: left out where the class takes none.
-        """
         options = dict(self.options)
         if takes_rngs(self.kind):
             options["rngs"] = rngs
@@ -44,12 +35,9 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class BridgedVariable:
-    """One variable of a module, as NNX and as Linen hold it.
+    """One variable of a module: its path in NNX, and in Linen, where it begins with the collection.
 
-    - `nnx`: its path in the NNX module.
-    - `linen`: its path in Linen, which begins with the collection.
-    - `shape`: the shape of its array.
-    - `box`: puts an array into the variable's Linen metadata box, if it has one.
+    `box` puts an array into the variable's Linen metadata box, if it has one.
     """
 
     nnx: PathParts
@@ -60,11 +48,9 @@ class BridgedVariable:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A stream of random numbers in an NNX module.
+    """A stream of random numbers in an NNX module, with the paths of its key and count.
 
-    - `key`, `count`: the paths of its key and of its count.
-    - `name`: what Linen calls the stream.
-    - `shape`: the shape of its array of keys, `()` for one key.
+    `shape` is that of its array of keys, `()` for one key.
     """
 
     key: PathParts
@@ -77,10 +63,7 @@ class Stream:
 class Blueprint:
     """The graph of an NNX module, its variables and its streams of random numbers.
 
-    - `graph`: what `nnx.merge` needs beside the arrays.
-    - `slots`: the variables, without those of random numbers.
-    - `streams`: the streams of random numbers that the module holds.
-    - `shapes`: the shape of each variable, by its Linen path.
+    `shapes` are those of the variables by their Linen paths.
     """
 
     graph: nnx.GraphDef[nnx.Module]
@@ -89,10 +72,7 @@ class Blueprint:
     shapes: dict[Path, tuple[int, ...]]
 
     def build(self, values: Mapping[PathParts, Array]) -> nnx.Module:
-        """The module with these arrays; its constructor does not run.
-
-        - `values`: arrays of all variables and streams, by NNX path.
-        """
+        """The module with these arrays, by NNX path; its constructor does not run."""
         module: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(values.items()))
         return module
 
@@ -101,8 +81,6 @@ class StreamPerName(nnx.Rngs):
     """Random streams for a constructor: each is made when its name is first read.
 
     The tag of a stream is its name, which is also the name of Linen's stream.
-
-    - `make_key`: gives the key of a stream from its name.
     """
 
     def __init__(self, make_key: Callable[[str], Array]) -> None:
@@ -124,8 +102,7 @@ class StreamPerName(nnx.Rngs):
 def blueprint(recipe: Recipe) -> Blueprint:
     """The blueprint of a recipe under the ambient mesh, on which a module's parts may depend.
 
-    The constructor runs on abstract arrays, the first time only. Raises InputError for a module
-    with an array outside of variables.
+    The constructor runs on abstract arrays, the first time only.
     """
     return _blueprint(recipe, jax.sharding.get_abstract_mesh(), this_turn())
 
@@ -208,13 +185,11 @@ def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
 
 
 def _any_key(name: str) -> Array:
-    """A placeholder for constructors on abstract arrays, where no key's value is used."""
     return jax.random.key(0)
 
 
 @functools.cache
 def takes_rngs(kind: type[nnx.Module]) -> bool:
-    """Whether the constructor of a class takes an argument `rngs`."""
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()

@@ -96,7 +96,7 @@ def linen_paths(module: nnx.Module) -> dict[Path, Path]:
 
 
 def flatten(tree: Tree) -> dict[Path, PyTree]:
-    """Turns nested mappings into one mapping from path to leaf; metadata boxes are leaves."""
+    """One mapping from path to leaf; metadata boxes are leaves."""
     flat: dict[Path, PyTree] = {}
     stack: list[tuple[Path, PyTree]] = [((), tree)]
     while stack:
@@ -109,7 +109,7 @@ def flatten(tree: Tree) -> dict[Path, PyTree]:
 
 
 def nest(flat: Flat) -> dict[str, PyTree]:
-    """Turns a mapping from path to leaf into nested mappings: the inverse of `flatten`."""
+    """The inverse of `flatten`."""
     tree: dict[str, PyTree] = {}
     for path, leaf in flat.items():
         node = tree
@@ -127,10 +127,8 @@ def unboxed_shape(leaf: PyTree) -> PyTree:
 def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
     """Raises InputError for a leaf that is unknown, missing, or of another shape than needed.
 
-    - `given`: arrays, in metadata boxes or not, by paths that begin with the collection.
-    - `wanted`: shapes, as from `shape_of`, by such paths.
-    - `of`: the name of the module, for the message.
-    - `at`: the path of the module within the outer one, for the message.
+    Paths begin with the collection. `wanted` has shapes, and `at` is the path of the module within
+    the outer one, for the message.
     """
     unknown = [path for path in given if path not in wanted]
     missing = [path for path in wanted if path not in given]
@@ -161,7 +159,6 @@ def _more(paths: list[Path]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """The known path that is most like this one, as a hint."""
     if not known:
         return "the tree is empty; initialise it, or load one"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
@@ -184,10 +181,7 @@ def _table_of_linen(module: nn.Module) -> tuple[Names, ...]:
 
 
 def nnx_path(module: nn.Module, path: Path) -> Path:
-    """The NNX path of a parameter of a Linen module.
-
-    - `path`: its path in Linen, below the collection.
-    """
+    """The NNX path of a parameter of a Linen module, whose `path` is below the collection."""
     return next(
         (
             tuple(entry.nnx.split("."))

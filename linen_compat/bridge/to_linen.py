@@ -83,18 +83,13 @@ def to_linen(
 
 
 class NNXAsLinen(nn.Module):
-    """The Linen module that `to_linen` makes; two are equal if they were made from equal arguments.
-
-    - `recipe`: how its NNX module is constructed.
-    """
+    """The module that `to_linen` makes; two are equal if their arguments are."""
 
     recipe: Recipe
 
     @nn.compact
     def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
-        """Calls the NNX module, or another method of it.
-
-        - `nnx_method`: the name of the method.
+        """Calls the NNX module, or its method `nnx_method`.
 
         Raises InputError when the variables are not those of the module, there is no such method,
         or `init` got no key for a stream that the module draws from.
@@ -166,7 +161,6 @@ class NNXAsLinen(nn.Module):
         before: Mapping[PathParts, Array],
         without: list[Stream],
     ) -> None:
-        """Raises NoKey if the call drew from a stream without a key."""
         for stream in without:
             # Each draw replaces the count by a new array.
             if after[stream.count].get_value() is not before[stream.count]:
@@ -220,8 +214,6 @@ class NNXAsLinen(nn.Module):
 
         Linen replaces everything below one name of a collection at a time, so what is there beside
         the new values is written again.
-
-        - `beside`: the variables that are there.
         """
         changed = {path[:2] for path in new}
         kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}

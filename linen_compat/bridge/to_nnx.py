@@ -179,10 +179,8 @@ class _Sown:
 class LinenAsNNX(nnx.Module):
     """The NNX module that `to_nnx` makes: it holds a Linen module's variables and applies it.
 
-    - `module`: the Linen module.
-    - `slots`: the path of each variable in NNX, and in Linen.
+    - `slots`: the path of each variable in NNX, and in Linen; `variables` has them in this order.
     - `sown`: the Linen paths among them that calls write and never read.
-    - `variables`: in the order of `slots`.
     - `streams`: the streams that calls draw from, None for none.
     - `collect`: collections that a call may write beside those of the variables.
     """
@@ -309,6 +307,7 @@ class LinenAsNNX(nnx.Module):
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
+        """The layout of the Linen module, if it has one; `sharding.with_layout` replaces it."""
         self.linen_module = self.linen_module.clone(layout=layout)
 
 
@@ -362,7 +361,7 @@ def _keys_and_streams(
 ) -> tuple[dict[str, Array], nnx.Rngs | None]:
     """Keys for `init` by name, and the streams for later calls: all but `params` and `default`.
 
-    - `needed`: whether variables are made from the keys; without `rngs` that is an InputError.
+    Without `rngs` it is an InputError if the keys are needed, to make variables.
     """
     if rngs is None:
         if needed:

@@ -33,11 +33,6 @@ class EarlyTree:
 
     The tree `dense_layers` stacks the layers along the second axis of every array. With `apart`
     each layer has its own tree, `dense_layers_0 …`.
-
-    - `model`: the config of the whole model.
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    - `remat`: what a layer keeps for the backward pass.
-    - `apart`: whether each layer has its own tree.
     """
 
     model: ModelConfig
@@ -46,10 +41,7 @@ class EarlyTree:
     apart: bool
 
     def declared(self, module: nn.Module) -> list[Boxed]:
-        """The parameters of all layers, or of each; `init` makes them now.
-
-        - `module`: the decoder, in whose `setup` this is called.
-        """
+        """The parameters of all layers, or of each, for a decoder's `setup`; `init` makes them."""
         numbers = range(self.model.num_dense_layers)
         names = [f"{_NAME}_{number}" for number in numbers] if self.apart else [_NAME]
         if not module.is_initializing():  # `stacked` checks them with a message of its own
@@ -59,8 +51,6 @@ class EarlyTree:
 
     def stacked(self, trees: list[Boxed]) -> StackedLayers:
         """The layers as one callable module with parameters `[layers, …]`.
-
-        - `trees`: as from `declared`.
 
         Raises InputError, naming the leaf, when a tree is not what the layers need.
         """

@@ -24,24 +24,17 @@ MakeLayer = Callable[[Array], Boxed]
 
 @dataclass(frozen=True)
 class StageTree:
-    """The tree below MaxText's `pipeline_module/layers`.
+    """The tree below MaxText's `pipeline_module/layers`, with `stack` layers.
 
     Layer j of each stage is below `layers_{j}`. Where a stage has one layer, its arrays are in the
     tree itself. Each array has the leading axes `[repeats, stages]`, or `[stages]` with one repeat.
-
-    - `stack`: (repeats, stages, layers per stage).
-    - `layout`: the mesh axes over which each logical axis is sharded.
     """
 
     stack: tuple[int, int, int]
     layout: Layout
 
     def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
-        """New weights, each made on its own stage, in boxes that also name the stacking axes.
-
-        - `key`: from which each layer gets a key of its own.
-        - `make_layer`: makes the parameters of one layer from its key.
-        """
+        """New weights, each made on its own stage, in boxes that also name the stacking axes."""
         repeats, stages, per_stage = self.stack
         # Each key is on the stage of its layer, so that the weights are made there.
         keys = place(
@@ -66,13 +59,8 @@ class StageTree:
     def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
-        Where a stage has several layers, stacking copies them.
-
-        - `tree`: the parameters, boxed or not.
-        - `make_layer`: as in `make`; it runs on abstract arrays.
-        - `module`: the Linen layer to call.
-
-        Raises InputError, naming the leaf, when the tree is not what the layers need.
+        Where a stage has several layers, stacking copies them. Raises InputError, naming the leaf,
+        when the tree is not what the layers need.
         """
         one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
@@ -113,10 +101,8 @@ class StageTree:
 class StackedLayers(nnx.Module):
     """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
 
-    - `module`: the Linen layer.
     - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
-    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`, or before the pipeline
-      `[layers, …]`.
+    - `weights`: `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`.
     """
 
     def __init__(
@@ -127,7 +113,6 @@ class StackedLayers(nnx.Module):
 
     @property
     def takes_place(self) -> bool:
-        """Whether the Linen layer asks for its place, see `takes_place`."""
         return takes_place(self.module)
 
     def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
@@ -141,14 +126,7 @@ class StackedLayers(nnx.Module):
 
 
 def parameters_of(module: nn.Module, key: Array, x: Array, side: Side) -> Boxed:
-    """The parameters that `module.init` makes for a layer.
-
-    - `module`: the layer, unbound.
-    - `key`: the random key of the parameters.
-    - `x`, `side`: what the layer is called with.
-
-    Raises InputError when it makes variables of other collections.
-    """
+    """The parameters that `init` makes for an unbound layer; InputError for other collections."""
     variables = module.init(key, x, **side)
     others = [name for name in variables if name != "params"]
     if others:
@@ -168,7 +146,6 @@ def leaves_of(tree: Boxed) -> Boxed:
 
 
 def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
-    """The arrays of a tree by their paths, without boxes."""
     return {path: unboxed(leaf) for path, leaf in leaves_of(tree).items()}
 
 
@@ -177,10 +154,7 @@ def check_shapes(
 ) -> None:
     """Raises InputError for a parameter that is missing, unknown or of another shape.
 
-    - `found`: the parameters by their paths.
-    - `want`: the shape of each parameter that the layers have.
-    - `cure`: the end of the message.
-    - `below`: what stands before each path in the message.
+    `cure` is the end of the message, and `below` stands before each path in it.
     """
     for path, shape in want.items():
         if path not in found:
@@ -203,11 +177,8 @@ def stacked_layers(
 ) -> StackedLayers:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
-    - `module`: the Linen layer to call.
-    - `one`: the parameters of one layer, which may be in boxes, by their paths.
-    - `leading`: the logical axes before those of one layer.
-    - `stack`: gives the stacked array of a path.
-    - `layout`: the mesh axes over which each logical axis is sharded.
+    `one` has the parameters of one layer by their paths, in boxes or not; `leading` are the logical
+    axes before those of one layer, and `stack` gives the stacked array of a path.
     """
     paths, weights = sorted(one, key=place_in_nnx), []
     for path in paths:
@@ -218,7 +189,6 @@ def stacked_layers(
 
 
 def axes_of_box(leaf: PyTree) -> Names:
-    """The names in `Layout` of the axes of a parameter that may be in a box."""
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 

@@ -21,7 +21,6 @@ OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis
 class Attention(Configured):
     """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
-    - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     A new query kernel is multiplied by `query_gain`, and with `config.qk_norm` so is the scale of
@@ -58,11 +57,10 @@ class Attention(Configured):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """Attends from each token to the tokens of its segment up to itself.
+        """`[batch, seq, embed]` to the same.
 
-        - `x`: `[batch, seq, embed]`.
-        - `positions`: `[batch, seq]` integers; without them positions are counted from 0.
-        - `segment_ids`: `[batch, seq]` integers; without them a row is one segment.
+        - `positions`: `[batch, seq]` integers; None counts from 0.
+        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
         """
         config = self.config
         return self_attention(

@@ -41,7 +41,6 @@ LAYER_LAYOUTS = ("unscanned", "scanned", "pipelined")
 class Decoder(Configured):
     """Layers, norm and head: the model after the embedding, which is passed to it.
 
-    - `config`: the config of the model, the pipeline and the training.
     - `layer_layout`: where the parameters of the layers are. `unscanned`: one subtree per layer,
       `layers_0 …`. `scanned`: one subtree `layers`, with the layers along the second axis of every
       array. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with the stages of the
@@ -95,20 +94,12 @@ class Decoder(Configured):
         positions: Array | None = None,
         segment_ids: Array | None = None,
     ) -> Array:
-        """The logits of a batch of tokens; see `Transformer.__call__`.
-
-        - `embedding`: the module that looks up the tokens.
-        """
+        """The logits of tokens that `embedding` looks up; see `Transformer.__call__`."""
         side = {"positions": positions, "segment_ids": segment_ids}
         return self.functions(embedding).logits(tokens, side)
 
     def functions(self, embedding: Embed) -> functional.Decoder:
-        """The decoder as functions of arrays, over this module's parameters.
-
-        - `embedding`: the module that looks up the tokens.
-
-        Raises InputError where the parameters do not fit the mesh.
-        """
+        """The decoder as functions of arrays, over this module's parameters."""
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
         runner, pipelined = self._runner, self._where() == "pipelined"
@@ -257,14 +248,12 @@ class Decoder(Configured):
 class Transformer(Configured):
     """MaxText's model over the functions of `nnx_pipeline.Mixtral`, with the same results.
 
-    - `config`: the config of the model, the pipeline and the training.
     - `layer_layout`: see `Decoder`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     `params` has MaxText's names, shapes and logical axes. `init` returns its arrays in metadata
-    boxes; `apply` takes them boxed or not.
-
-    Raises InputError when the config does not divide over the mesh, or layer_layout does not fit.
+    boxes; `apply` takes them boxed or not. Raises InputError when the config does not divide over
+    the mesh, or layer_layout does not fit.
     """
 
     config: Config
@@ -309,7 +298,6 @@ class Transformer(Configured):
         Call it as `apply(variables, …, method="loss")`. Arguments and result are as in
         `nnx_pipeline.Mixtral.loss`, without `shards`.
 
-        - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
         - `key`: for dropout, which is left out without one. Flax's own generators (`rngs=`) are not
           read: the masks are the same as in `nnx_pipeline`.
         """

@@ -12,7 +12,7 @@ from nnx_pipeline.ops._embedding import embed
 class Embed(Configured):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
-    - `config`: sizes and dtypes; `config.embedding` chooses how rows are looked up.
+    - `config`: its `embedding` chooses the method.
     - `layout`: the mesh axes over which each logical axis is sharded.
     """
 
@@ -30,19 +30,11 @@ class Embed(Configured):
         self.embedding = boxed_parameter(self, "embedding", weight, self.layout)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """The rows of the table for these token ids.
-
-        - `out`: the sharding of the result; by default it is whole on every device.
-        """
+        """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""
         return self.look_up(self.embedding, tokens, out=out)
 
     def look_up(self, table: Array, tokens: Array, *, out: P | None = None) -> Array:
-        """As `__call__`, with a table that is passed in.
-
-        - `table`: `[vocab, embed]`.
-        - `tokens`: ids `[*batch, seq]`.
-        - `out`: sharding of the result; None leaves it whole on every device.
-        """
+        """As `__call__`, with a table `[vocab, embed]` that is passed in."""
         return embed(
             table,
             tokens,

@@ -22,7 +22,6 @@ OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 class MlpBlock(Configured):
     """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
-    - `config`: sizes and dtypes.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `width`: its number of hidden units; None for `config.mlp_dim`.
     """
@@ -48,11 +47,7 @@ class MlpBlock(Configured):
 
 
 class Gate(Configured):
-    """The kernel of a router, and its bias where it has one.
-
-    - `config`: sizes and dtypes.
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    """
+    """The kernel of a router, and its bias where it has one."""
 
     config: ModelConfig
     layout: Layout = Layout()
@@ -77,7 +72,6 @@ class Gate(Configured):
 class MoeBlock(Configured):
     """Sends each token to its best experts, and reports how the experts were used.
 
-    - `config`: sizes, dtypes and the number of experts per token.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
 
@@ -103,9 +97,8 @@ class MoeBlock(Configured):
         self.wo = boxed_parameter(self, "wo", of_output, layout)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
-        """The mixed results of the experts, and the usage of the experts by each sequence.
+        """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence.
 
-        - `x`: `[batch, seq, embed]`; the result has the same shape.
         - `real`: bool `[batch, seq]`, False for padding; None if there is none.
         """
         router, bias = self.gate()
@@ -122,7 +115,6 @@ class MoeBlock(Configured):
 class DeepSeekMoeBlock(Configured):
     """Routed experts, and beside them a dense MLP for the shared ones, whose results are added.
 
-    - `config`: sizes, dtypes, and how experts are chosen.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
     """
@@ -139,9 +131,6 @@ class DeepSeekMoeBlock(Configured):
             self.shared_experts = MlpBlock(config, layout, width)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
-        """The sum of both results, and the usage of the routed experts by each sequence.
-
-        - `x`, `real`: as of `MoeBlock`.
-        """
+        """As of `MoeBlock`: the sum of both results, and the usage of the routed experts."""
         mixed, usage = self.MoeBlock_0(x, real)
         return mixed + self.shared_experts(x) if self.config.num_shared_experts else mixed, usage

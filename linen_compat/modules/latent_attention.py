@@ -20,7 +20,6 @@ _DOWN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 class LatentAttention(Configured):
     """Self-attention through latent vectors, from `[batch, seq, embed]` to the same, without bias.
 
-    - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     A new query kernel is multiplied by `query_gain`.
@@ -57,12 +56,7 @@ class LatentAttention(Configured):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """Attends from each token to the tokens of its segment up to itself.
-
-        - `x`: `[batch, seq, embed]`.
-        - `positions`: `[batch, seq]` integers; without them positions are counted from 0.
-        - `segment_ids`: `[batch, seq]` integers; without them a row is one segment.
-        """
+        """`[batch, seq, embed]` to the same; the arguments are as of `Attention`."""
         config = self.config
         query_down, query, query_norm = None, None, None
         if config.q_lora_rank is None:

@@ -49,14 +49,13 @@ def logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes | None], ...]:
     """The mesh axes of each of MaxText's logical axes, as rules for Flax.
 
-    The rules are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1
-    are left out, as in `Layout.spec`: arrays placed by these rules have the types that the modules
+    They are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are
+    left out, as in `Layout.spec`: arrays placed by these rules have the types that the modules
     expect.
 
     - `mesh`: the mesh that the arrays are placed on.
-    - `layout`: the mesh axes over which each logical axis of this project is sharded. For a
-      vocabulary that does not split over the mesh it is `Layout().for_vocabulary(…)`, made under
-      `jax.set_mesh(mesh)`.
+    - `layout`: of the modules. For a vocabulary that does not split over the mesh it is
+      `Layout().for_vocabulary(…)`, made under `jax.set_mesh(mesh)`.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}
@@ -64,10 +63,7 @@ def logical_axis_rules(
 
 
 def axes_of(names: Names) -> tuple[str | None, ...]:
-    """The names in `Layout` of MaxText's logical axes; None stays None.
-
-    Raises InputError for a name that MaxText has not.
-    """
+    """The names in `Layout` of MaxText's logical axes; raises InputError for an unknown one."""
     for name in names:
         if name is not None and name not in AXES:
             raise InputError(f"logical axis {name!r} is not known; {nearest(name, AXES)}")
@@ -75,12 +71,7 @@ def axes_of(names: Names) -> tuple[str | None, ...]:
 
 
 class Weight(NamedTuple):
-    """What a parameter is before it is made.
-
-    - `initializer`: gives its first value.
-    - `shape`, `dtype`: of the array.
-    - `names`: MaxText's logical axes, one for each axis; None for an axis that is not sharded.
-    """
+    """What a parameter is before it is made; `names` are MaxText's logical axes."""
 
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
@@ -93,10 +84,6 @@ def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout
 
     An array given to `apply` may be boxed or not. It keeps its sharding (see `sharded_by`): rules
     of `nn.logical_axis_rules` add no constraint.
-
-    - `module`: the module that declares it, under the name `name`.
-    - `weight`: what it is; its `names` go into the box.
-    - `layout`: the mesh axes over which each logical axis is sharded.
     """
     initializer, shape, dtype, names = weight
     spec = layout.spec(*axes_of(names))
@@ -111,9 +98,6 @@ def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout
 def sharded_by(weight: Array, spec: P) -> Array:
     """Shards a replicated weight by `spec`; any other weight keeps its sharding.
 
-    - `weight`: a parameter as `apply` got it, or as `init` made it.
-    - `spec`: the sharding of its logical axes.
-
     Only on meshes with explicit axes do NumPy arrays arrive replicated. Each device then cuts out
     its shard.
     """
@@ -123,25 +107,18 @@ def sharded_by(weight: Array, spec: P) -> Array:
 
 
 def unboxed(leaf: PyTree) -> PyTree:
-    """The array of a variable, in a metadata box or not.
-
-    No sharding constraint is applied: the array is used in the sharding that it has.
-    """
+    """The array of a variable, in a metadata box or not, in the sharding that it has."""
     if isinstance(leaf, meta.Partitioned):
         return leaf.unbox(apply_constraint=False)
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
 def is_boxed(leaf: object) -> bool:
-    """Whether a leaf of `params` is in a metadata box that names its axes."""
     return isinstance(leaf, nn.LogicallyPartitioned)
 
 
 class Configured(nn.Module):
-    """A module with a config, whose kind is checked when the module is made.
-
-    - `config`: of the kind that the class says.
-    """
+    """A module with a config, whose kind is checked when the module is made."""
 
     config: Any
 
@@ -152,11 +129,7 @@ class Configured(nn.Module):
 
 
 class Kernel(nn.Module):
-    """One weight as a module of its own, so that its path is `<name of the module>/kernel`.
-
-    - `initializer`, `shape`, `dtype`, `names`: as of `Weight`.
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    """
+    """A `Weight` as a module of its own, so that its path is `<name of the module>/kernel`."""
 
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
