@@ -509,8 +509,8 @@ MUTATIONS = (
         "test_lint",
     ),
     Mutation(
-        "nnx_pipeline/config/pipeline.py",
-        'one_of("shift", self.shift, ("ppermute", "slice", "pad"))',
+        "nnx_pipeline/config/_fields.py",
+        "one_of(field.name, getattr(config, field.name), choices)",
         "pass",
         "test_config",
     ),

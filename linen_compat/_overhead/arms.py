@@ -70,10 +70,7 @@ ARMS = (
     Style(NATIVE_NNX, NATIVE_NNX, False, lambda c, rngs: DecoderLayer(c.model, rngs=rngs)),
     Style(NATIVE_LINEN, NATIVE_LINEN, True, lambda c, name: linen_layer(c.model, name=name)),
     Style(
-        "NNX as Linen",
-        NATIVE_NNX,
-        True,
-        lambda c, name: to_linen(DecoderLayer, c.model, name=name),
+        "NNX as Linen", NATIVE_NNX, True, lambda c, name: to_linen(DecoderLayer, c.model, name=name)
     ),
     Style(
         "Linen as NNX",

@@ -24,10 +24,7 @@ Variable = nnx.Variable[Any]
 
 _LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
 # With a latent vector of queries or without: no module has both.
-_LATENT = {
-    True: names.LATENT_ATTENTION,
-    False: names.PLAIN_QUERY,
-}
+_LATENT = {True: names.LATENT_ATTENTION, False: names.PLAIN_QUERY}
 _DEEPSEEK = "DeepSeekMoeBlock_0/"
 
 

@@ -169,11 +169,7 @@ def check_shapes(
 
 
 def stacked_layers(
-    module: nn.Module,
-    one: Boxed,
-    leading: Names,
-    stack: Callable[[str], Array],
-    layout: Layout,
+    module: nn.Module, one: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
 ) -> StackedLayers:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 

@@ -146,10 +146,7 @@ class Decoder(Configured):
         scanned = self._where() == "scanned"
         stack = make_stack(self.config.model.num_pipeline_layers, stages=1, repeats=1)
         call = functools.partial(
-            call_layer,
-            stack=stack,
-            microbatches=batches.microbatches,
-            split=self._runner.split({}),
+            call_layer, stack=stack, microbatches=batches.microbatches, split=self._runner.split({})
         )
         visit = self._visit(
             lambda layer, x, number: call(x, NumberedLayer(layer, number, []), side),
@@ -267,11 +264,7 @@ class Transformer(Configured):
         self.decoder = Decoder(self.config, self.layer_layout, layout)
 
     def __call__(
-        self,
-        tokens: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 

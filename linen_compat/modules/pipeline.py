@@ -92,10 +92,7 @@ class CircularPipeline(Configured):
     @property
     def runner(self) -> Runner:
         runner = make_runner(
-            self.config,
-            num_layers=self.num_layers,
-            layout=self.layout,
-            weights=self.weights,
+            self.config, num_layers=self.num_layers, layout=self.layout, weights=self.weights
         )
         if runner.stack.padding:
             raise InputError(

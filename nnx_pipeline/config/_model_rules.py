@@ -2,18 +2,9 @@
 
 from typing import Any
 
-from nnx_pipeline.config._limits import MOST_WIDTH
-from nnx_pipeline.lab.errors import (
-    InputError,
-    above_zero,
-    at_least,
-    counted,
-    divides,
-    is_divisor,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.config._fields import MOST_WIDTH
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError, counted
 
 # The fields that each `rope_scaling` reads, with their values in a model that has it: Llama 3.1
 # (which scales by parts), and DeepSeek-V3.
@@ -45,8 +36,17 @@ OF_ROUTER: dict[str, Any] = {
 }
 
 
-def check_latent(model: Model) -> None:
-    """Sizes that multi-head latent attention lacks or does not read."""
+def check_together(model: Model) -> None:
+    """Raises InputError for fields that contradict each other."""
+    _check_latent(model)
+    _check_dense_layers(model)
+    _check_kinds(model)
+    _check_experts(model)
+    _check_quantization(model)
+    _check_rope(model)
+
+
+def _check_latent(model: Model) -> None:
     sizes = {"rope_head_dim": 64, "value_head_dim": 128}
     if model.kv_lora_rank is None:
         for name in ("q_lora_rank", *sizes):
@@ -63,8 +63,8 @@ def check_latent(model: Model) -> None:
                 f"DeepSeek-V3 has {example}"
             )
     ranks = ("kv_lora_rank",) if model.q_lora_rank is None else ("kv_lora_rank", "q_lora_rank")
-    whole(model, *ranks, *sizes, most=MOST_WIDTH)
-    divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
+    errors.whole(model, *ranks, *sizes, most=MOST_WIDTH)
+    errors.divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
     if model.rope_dim >= model.head_dim:
         raise InputError(
             f"rope_head_dim={model.rope_dim} is a part of head_dim={model.head_dim}, which is "
@@ -87,8 +87,7 @@ def check_latent(model: Model) -> None:
         )
 
 
-def check_dense_layers(model: Model) -> None:
-    """Dense first layers that contradict the other sizes."""
+def _check_dense_layers(model: Model) -> None:
     number = model.num_dense_layers
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise InputError(f"num_dense_layers={number!r} is not a whole number of 0 or more")
@@ -99,7 +98,7 @@ def check_dense_layers(model: Model) -> None:
         )
     if number == 0:
         return
-    whole(model, "dense_mlp_dim", most=MOST_WIDTH)
+    errors.whole(model, "dense_mlp_dim", most=MOST_WIDTH)
     if model.num_experts == 1:
         raise InputError(
             f"num_dense_layers={number} are dense although other layers have experts, and "
@@ -112,11 +111,11 @@ def check_dense_layers(model: Model) -> None:
         )
 
 
-def check_kinds(model: Model) -> None:
+def _check_kinds(model: Model) -> None:
     """Full attention in turn with a window that is not there."""
     if model.full_attention_every is None:
         return
-    whole(model, "full_attention_every")
+    errors.whole(model, "full_attention_every")
     if model.full_attention_every == 1 or model.sliding_window is None:
         raise InputError(
             f"full_attention_every={model.full_attention_every} lets layers with a window take "
@@ -131,9 +130,7 @@ def check_kinds(model: Model) -> None:
         )
 
 
-def check_quantization(model: Model) -> None:
-    """A model whose products have no low precision."""
-    one_of("quantization", model.quantization, (None, "int8", "fp8"))
+def _check_quantization(model: Model) -> None:
     if model.quantization is None:
         return
     if model.num_experts > 1:
@@ -155,13 +152,11 @@ def check_quantization(model: Model) -> None:
         )
 
 
-def check_experts(model: Model) -> None:
-    """Experts and a router that contradict each other."""
-    one_of("experts", model.experts, ("dense", "grouped", "capacity"))
+def _check_experts(model: Model) -> None:
     if model.expert_group is not None:
-        whole(model, "expert_group")
+        errors.whole(model, "expert_group")
         rule = f"expert_group={model.expert_group} does not divide num_experts="
-        is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
+        errors.is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
         if model.num_experts == 1:
             raise InputError(
                 f"expert_group={model.expert_group} is how many of several experts are computed at "
@@ -173,17 +168,13 @@ def check_experts(model: Model) -> None:
                 "and experts='capacity' computes all of a device at once; leave it at None"
             )
     if model.capacity_factor is not None:
-        above_zero(model, "capacity_factor")
+        errors.above_zero(model, "capacity_factor")
         if model.experts != "capacity":
             raise InputError(
                 f"capacity_factor={model.capacity_factor} is how much each of "
                 f"experts='capacity' takes, and experts={model.experts!r}; leave it at None"
             )
-    one_of("router_score", model.router_score, ("softmax", "sigmoid"))
-    one_of("router_normalize", model.router_normalize, (True, False))
-    above_zero(model, "router_scale")
-    one_of("router_bias", model.router_bias, (True, False))
-    one_of("router_bias_in_weights", model.router_bias_in_weights, (True, False))
+    errors.above_zero(model, "router_scale")
     if model.router_bias_in_weights and not model.router_bias:
         raise InputError(
             "router_bias_in_weights=True needs a bias, and router_bias=False; set both or none"
@@ -206,8 +197,7 @@ def check_experts(model: Model) -> None:
 
 
 def _check_groups(model: Model) -> None:
-    """Groups from which the router cannot choose."""
-    whole(model, "router_groups", "router_groups_per_token")
+    errors.whole(model, "router_groups", "router_groups_per_token")
     groups, some = model.router_groups, model.router_groups_per_token
     if some > groups:
         raise InputError(
@@ -222,7 +212,7 @@ def _check_groups(model: Model) -> None:
             f"{model.router_score!r}; set one of them to another value"
         )
     rule = f"num_experts={model.num_experts} does not split into router_groups={groups}"
-    divides(groups, model.num_experts, rule=rule)
+    errors.divides(groups, model.num_experts, rule=rule)
     size, chosen = model.num_experts // groups, model.num_experts_per_token
     if size < 2 or chosen > some * size:
         raise InputError(
@@ -232,10 +222,7 @@ def _check_groups(model: Model) -> None:
         )
 
 
-def check_rope(model: Model) -> None:
-    """`rope_scaling` without the fields that it reads, or with others."""
-    one_of("rope_interleaved", model.rope_interleaved, (True, False))
-    one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))
+def _check_rope(model: Model) -> None:
     read = ROPE_SCALINGS.get(model.rope_scaling or "", {})
     known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
     for name in ROPE_SCALINGS["llama3"]:
@@ -251,11 +238,11 @@ def check_rope(model: Model) -> None:
                 "leave it out, or choose a rope_scaling that reads it"
             )
     if "rope_factor" in read:
-        at_least(model, 1.0, "rope_factor")
+        errors.at_least(model, 1.0, "rope_factor")
     if "rope_original_length" in read:
-        whole(model, "rope_original_length")
-        above_zero(model, "rope_low_frequency", "rope_high_frequency")
-        low, high = number(model, "rope_low_frequency"), number(model, "rope_high_frequency")
+        errors.whole(model, "rope_original_length")
+        errors.above_zero(model, "rope_low_frequency", "rope_high_frequency")
+        low, high = model.rope_low_frequency, model.rope_high_frequency
         if low >= high:
             raise InputError(
                 f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "

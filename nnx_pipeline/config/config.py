@@ -9,20 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nnx_pipeline.config._counts import count_parameters
-from nnx_pipeline.config._limits import MOST_PARAMETERS, MOST_TOKENS
+from nnx_pipeline.config._fields import MOST_PARAMETERS, MOST_TOKENS, check_choices
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.lab.errors import (
-    InputError,
-    at_least,
-    counted,
-    divides,
-    do_not_split,
-    is_divisor,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError, counted, do_not_split
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
@@ -109,7 +100,8 @@ class TrainConfig:
     """
 
     def __post_init__(self) -> None:
-        whole(self, "global_batch", "sequence_length", "loss_chunks")
+        check_choices(self)
+        errors.whole(self, "global_batch", "sequence_length", "loss_chunks")
         tokens = self.global_batch * self.sequence_length
         if tokens > MOST_TOKENS:
             raise InputError(
@@ -117,21 +109,19 @@ class TrainConfig:
                 f"{self.sequence_length:,} tokens (train.sequence_length) has {tokens:,} tokens; "
                 f"choose {MOST_TOKENS:,} or less"
             )
-        at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
-        at_least(self, 0.0, "router_z_loss_weight")
+        errors.at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay")
+        errors.at_least(self, 0.0, "load_balance_weight", "router_z_loss_weight")
         seed = self.dropout_seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
         for name in ("adam_b1", "adam_b2"):
-            if not 0 <= number(self, name) < 1:
+            if not 0 <= errors.number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.clip_norm is not None and number(self, "clip_norm") <= 0:
+        if self.clip_norm is not None and errors.number(self, "clip_norm") <= 0:
             raise InputError(
                 f"clip_norm={self.clip_norm!r} must be above 0; set it to None to clip nothing"
             )
-        one_of("shard_optimizer_over_data", self.shard_optimizer_over_data, (True, False))
-        one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
-        divides(
+        errors.divides(
             self.loss_chunks,
             self.sequence_length,
             rule=f"sequence_length={self.sequence_length} does not split into "
@@ -185,7 +175,7 @@ class Config:
                 )
 
     def _check_batch(self, microbatches: int) -> None:
-        divides(
+        errors.divides(
             microbatches,
             self.train.global_batch,
             rule=f"a batch of {self.train.global_batch} (train.global_batch) does not split into "
@@ -220,7 +210,7 @@ class Config:
     def check_weights(self, mesh: MeshConfig) -> None:
         """Raises InputError, which says what to change, unless `mesh` can hold the weights."""
         for divisor, size, rule in self.weight_rules(mesh):
-            divides(divisor, size, rule=rule, cure="or another mesh")
+            errors.divides(divisor, size, rule=rule, cure="or another mesh")
 
     def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
         """(divisor, size, rule) of each condition under which `mesh` can hold the weights.
@@ -268,7 +258,7 @@ class Config:
         group, own = self.model.expert_group, self.model.num_experts // mesh.expert
         if group is not None:
             rule = f"the {own} experts that a device of expert={mesh.expert} has do not split into "
-            is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
+            errors.is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         stages, repeats = mesh.stage, self.pipeline.num_repeats
@@ -277,7 +267,7 @@ class Config:
             raise InputError(
                 f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
             )
-        divides(
+        errors.divides(
             stages,
             microbatches,
             rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
@@ -303,7 +293,7 @@ class Config:
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // microbatches
-        divides(
+        errors.divides(
             copies * microbatches,
             self.train.global_batch,
             rule=f"a microbatch of {counted(microbatch, 'sequence')} does not split over "
@@ -313,7 +303,7 @@ class Config:
             cure="for the batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
-        is_divisor(
+        errors.is_divisor(
             parts,
             own,
             rule=f"a device has {counted(own, 'sequence')} of a microbatch, which "

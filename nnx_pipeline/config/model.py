@@ -4,25 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.config._limits import MOST_LAYERS, MOST_WIDTH
-from nnx_pipeline.config._model_rules import (
-    OF_ROUTER,
-    check_dense_layers,
-    check_experts,
-    check_kinds,
-    check_latent,
-    check_quantization,
-    check_rope,
-)
-from nnx_pipeline.lab.errors import (
-    InputError,
-    above_zero,
-    at_least,
-    divides,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.config._fields import MOST_LAYERS, MOST_WIDTH, check_choices
+from nnx_pipeline.config._model_rules import OF_ROUTER, check_together
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -355,16 +340,17 @@ class ModelConfig:
         return self.head_dim if self.rope_head_dim is None else self.rope_head_dim
 
     def __post_init__(self) -> None:
-        whole(self, "num_layers", most=MOST_LAYERS)
-        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
-        whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
-        whole(self, "num_experts_per_token")
-        divides(
+        check_choices(self)
+        errors.whole(self, "num_layers", most=MOST_LAYERS)
+        errors.whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
+        errors.whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
+        errors.whole(self, "num_experts_per_token")
+        errors.divides(
             self.num_kv_heads,
             self.num_heads,
             rule=f"num_heads={self.num_heads} does not split over num_kv_heads={self.num_kv_heads}",
         )
-        divides(
+        errors.divides(
             2, self.head_dim, rule=f"head_dim={self.head_dim} must be even for rotary embeddings"
         )
         if self.num_experts_per_token > self.num_experts:
@@ -372,43 +358,29 @@ class ModelConfig:
                 f"num_experts_per_token={self.num_experts_per_token} exceeds "
                 f"num_experts={self.num_experts}; choose {self.num_experts} or fewer"
             )
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("param_dtype", self.param_dtype, DTYPES)
-        one_of("attention", self.attention, ("dot_product", "chunked", "flash", "auto"))
-        check_latent(self)
-        check_dense_layers(self)
-        check_kinds(self)
-        check_experts(self)
-        if self.attention_block is not None:
-            whole(self, "attention_block")
-            if self.attention not in ("dot_product", "chunked"):
-                raise InputError(
-                    f"attention_block={self.attention_block} is for attention='dot_product' and "
-                    f"'chunked', and attention={self.attention!r}; leave it at None"
-                )
-        if self.sliding_window is not None:
-            whole(self, "sliding_window")
-        check_quantization(self)
-        one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
-        if self.max_position_embeddings is not None:
-            whole(self, "max_position_embeddings")
-        at_least(self, 0.0, "norm_epsilon")
-        number(self, "norm_scale_offset")
-        above_zero(self, "rope_theta", "attention_scale")
-        check_rope(self)
-        one_of("qk_norm", self.qk_norm, (True, False))
-        one_of("attention_bias", self.attention_bias, (None, "qkv", "all"))
+        errors.one_of("dtype", self.dtype, DTYPES)
+        errors.one_of("param_dtype", self.param_dtype, DTYPES)
+        check_together(self)
+        for name in ("attention_block", "sliding_window", "max_position_embeddings"):
+            if getattr(self, name) is not None:
+                errors.whole(self, name)
+        if self.attention_block is not None and self.attention not in ("dot_product", "chunked"):
+            raise InputError(
+                f"attention_block={self.attention_block} is for attention='dot_product' and "
+                f"'chunked', and attention={self.attention!r}; leave it at None"
+            )
+        errors.at_least(self, 0.0, "norm_epsilon")
+        errors.number(self, "norm_scale_offset")
+        errors.above_zero(self, "rope_theta", "attention_scale")
         for name in ("attention_soft_cap", "logits_soft_cap"):
             if getattr(self, name) is not None:
-                above_zero(self, name)
-        one_of("tied_embeddings", self.tied_embeddings, (True, False))
-        one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
+                errors.above_zero(self, name)
         if self.tied_head_dtype is not None and not self.tied_embeddings:
             raise InputError(
                 f"tied_head_dtype={self.tied_head_dtype!r} has no effect with "
                 "tied_embeddings=False; leave it out, or set tied_embeddings to True"
             )
-        if not 0 <= number(self, "dropout_rate") < 1:
+        if not 0 <= errors.number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
     @property

@@ -1,13 +1,11 @@
 """The frozen config of the pipeline, which checks its values when it is made."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from nnx_pipeline.config._limits import MOST_MICROBATCHES, MOST_PARTS
+from nnx_pipeline.config._fields import MOST_MICROBATCHES, MOST_PARTS, check_choices
 from nnx_pipeline.config._remat import LAYER_INPUT, POLICIES
-from nnx_pipeline.lab.errors import InputError, one_of, whole
-
-_FsdpGather = Literal["use", "step", "prefetch"]
+from nnx_pipeline.lab.errors import InputError, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +103,7 @@ class PipelineConfig:
     layers without state, and not for those that run before the pipeline.
     """
 
-    fsdp_gather: _FsdpGather = "use"
+    fsdp_gather: Literal["use", "step", "prefetch"] = "use"
     """When a stage gathers weights that are sharded over fsdp.
 
     - `use`: at each use.
@@ -130,24 +128,16 @@ class PipelineConfig:
     """
 
     def __post_init__(self) -> None:
+        check_choices(self)
         whole(self, "num_repeats")
         whole(self, "batch_split", most=MOST_PARTS)
         if self.num_microbatches is not None:
             whole(self, "num_microbatches", most=MOST_MICROBATCHES)
-        one_of("pad_layers", self.pad_layers, (True, False))
-        one_of("schedule", self.schedule, ("circular", "1f1b"))
-        one_of("shift", self.shift, ("ppermute", "slice", "pad"))
-        one_of("forwarding_delay", self.forwarding_delay, (1, 2))
-        one_of("sharding", self.sharding, ("explicit", "auto"))
-        one_of("remat", self.remat, POLICIES)
-        one_of("fsdp_gather", self.fsdp_gather, get_args(_FsdpGather))
-        one_of("backward", self.backward, (None, "autodiff", "accumulate"))
         if self.gathers_before_use and self.backward == "autodiff":
             raise InputError(
                 f"pipeline.fsdp_gather={self.fsdp_gather} adds gradients up over ticks, which "
                 "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
             )
-        one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
         if LAYER_INPUT in POLICIES[self.remat].offloaded and not self.save_decoder_layer_input:
             raise InputError(
                 f"pipeline.remat={self.remat} sends the input of each layer to the host, which "

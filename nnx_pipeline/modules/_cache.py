@@ -39,12 +39,7 @@ class KeyValueCache(nnx.Module):
         return functools.partial(self._attend, kernel, options, positions)
 
     def _attend(
-        self,
-        kernel: Kernel,
-        options: Options,
-        positions: Array | None,
-        *heads: Array,
-        grouped: P,
+        self, kernel: Kernel, options: Options, positions: Array | None, *heads: Array, grouped: P
     ) -> Array:
         query, key, value, segment_ids = heads
         if segment_ids is not None:

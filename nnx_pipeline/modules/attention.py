@@ -33,9 +33,7 @@ def options_of(config: ModelConfig) -> Options:
 
 
 def kernel_of(
-    config: ModelConfig,
-    cache: KeyValueCache | None = None,
-    positions: Array | None = None,
+    config: ModelConfig, cache: KeyValueCache | None = None, positions: Array | None = None
 ) -> Kernel:
     """What computes the heads of a model from query, key and value; it uses the cache."""
     options = options_of(config)
@@ -55,13 +53,7 @@ class Attention(nnx.Module):
     0.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.config, self.layout = config, layout
         embed, head_dim, heads, groups = (
             config.embed_dim,

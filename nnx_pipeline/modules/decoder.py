@@ -270,13 +270,7 @@ class Mixtral(nnx.Module):
     called with it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         config.check_weights(ambient_mesh())
         self.config = config
         self.cached = False  # whether the layers have caches, which a call writes
@@ -315,11 +309,7 @@ class Mixtral(nnx.Module):
         return self._decoder().logits(tokens, side, at)
 
     def hidden(
-        self,
-        tokens: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> tuple[Array, RouterMetrics]:
         """The output of the final norm, and what the routers report.
 

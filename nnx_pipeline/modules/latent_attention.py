@@ -24,13 +24,7 @@ class LatentAttention(nnx.Module):
     The initial values of the query kernel are as in `Attention`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         assert config.kv_lora_rank is not None, "the config has checked it"
         assert config.value_head_dim is not None, "the config has checked it"
         self.config, self.layout = config, layout

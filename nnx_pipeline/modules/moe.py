@@ -46,12 +46,7 @@ class RoutedMoE(nnx.Module):
         self.gate = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
         self.up = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
         self.down = parameter(
-            rngs,
-            fan_in,
-            (experts, mlp, embed),
-            dtype,
-            ("expert", "mlp", "embed_of_expert"),
-            layout,
+            rngs, fan_in, (experts, mlp, embed), dtype, ("expert", "mlp", "embed_of_expert"), layout
         )
 
         if config.router_bias:

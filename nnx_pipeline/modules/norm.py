@@ -33,9 +33,4 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(rngs, initial, (size,), config.param_dtype, (axis,), layout)
 
     def __call__(self, x: Array) -> Array:
-        return rms_norm(
-            x,
-            self.scale[...],
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-        )
+        return rms_norm(x, self.scale[...], epsilon=self.epsilon, scale_offset=self.scale_offset)

@@ -128,9 +128,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     metrics = Metrics(entropy, global_norm(gradients), router)
     updates = _without_selection_bias(updates.whole() if model.zero1 else updates)
     new = TrainState(
-        step=state.step + 1,
-        model=optax.apply_updates(model, updates),
-        optimizer=optimizer_state,
+        step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
     )
     return new, metrics
 

@@ -351,7 +351,7 @@ def test_what_the_table_names_is_there() -> None:
     assert {row.get("setup", "") for row in CLAIM_TABLE.values()} == set(SETUPS)
 
 
-@pytest.mark.parametrize("module", ["config._preset_table", "experiments._claim_table"])
+@pytest.mark.parametrize("module", ["config.presets", "experiments._claim_table"])
 def test_a_table_is_read_without_jax(module: str) -> None:
     """Shells ask for the names at each TAB."""
     script = f"""

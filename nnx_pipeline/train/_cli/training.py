@@ -100,10 +100,7 @@ def train_and_save(
     asked = parse_overrides(chosen.assignments)
     losses: list[float] = []
     router = None
-    with (
-        folder.opened(config, origin, place.mesh_config.stage, asked) as saver,
-        compiler_errors(),
-    ):
+    with folder.opened(config, origin, place.mesh_config.stage, asked) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)
