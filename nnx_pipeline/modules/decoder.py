@@ -13,20 +13,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config._remat import POLICIES, Remat
+from nnx_pipeline.config._remat import POLICIES
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.lab.errors import InputError, kind_of
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, RMSNorm
+from nnx_pipeline.ops import _loss as losses
 from nnx_pipeline.ops._head import head_of_table, logits_of
-from nnx_pipeline.ops._loss import (
-    LossOptions,
-    Targets,
-    chunked_cross_entropy,
-    hold_columns,
-    lift_of,
-)
+from nnx_pipeline.ops._loss import Targets, chunked_cross_entropy
 from nnx_pipeline.ops._router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline._runner import Runner
 from nnx_pipeline.pipeline._zero1 import Zero1Layers
@@ -118,15 +113,8 @@ class Decoder:
         hidden, router = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
-        entropy = self._entropy(
-            self.ends.head,
-            hidden,
-            wanted,
-            layout=self.ends.layout,
-            batch_axes=batches.axes,
-            chunks=train.loss_chunks,
-        )
-        loss = entropy
+        entropy_of = self._entropy(self.ends.layout, batches.axes, train.loss_chunks)
+        loss = entropy = entropy_of(hidden, self.ends.head, wanted)
         if train.load_balance_weight:
             loss = loss + train.load_balance_weight * router.load_balance
         if train.router_z_loss_weight:
@@ -140,36 +128,32 @@ class Decoder:
         assert self.run_loss is not None, "1F1B runs in a pipeline alone"
         batches = self.runner.batches
         axes = batches.axes[1:]  # of one microbatch
-        train = self.config.for_batch(*tokens.shape).train
-        chunks = train.loss_chunks_of(batches.microbatches)
+        train, model = self.config.for_batch(*tokens.shape).train, self.config.model
         sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
-        shape = (*sequences, self.config.model.embed_dim)
-        head, layout = hold_columns(self.ends.head, shape, axes, self.ends.layout)
+        shape = (*sequences, model.embed_dim)
+        head, layout = losses.hold_columns(self.ends.head, shape, axes, self.ends.layout)
         of_metrics = loss_weights(
-            train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
+            train.load_balance_weight, train.router_z_loss_weight, model.num_experts
         )
         # The loop knows no cotangent yet, and all gradients in it are those of the lifted loss. In
         # the dtype of the parameters they add up.
-        model = self.config.model
         narrow = "float16" if "float16" in (model.dtype, model.param_dtype) else model.dtype
-        lift = lift_of(jnp.asarray(wanted.weights), narrow, summed=True)
+        lift = losses.lift_of(jnp.asarray(wanted.weights), narrow, summed=True)
 
         def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
             return self._enter(weights, read, axes)
 
+        entropy_of = self._entropy(layout, axes, train.loss_chunks_of(batches.microbatches))
+
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            x = self.ends.norm(scale, x)
-            return self._entropy(head, x, wanted, layout=layout, batch_axes=axes, chunks=chunks)
+            return entropy_of(self.ends.norm(scale, x), head, wanted)
 
         first, last = (self.ends.table, self.ends.early_layers), (self.ends.scale, head)
         ends = ModelEnds(enter, first, leave, last, lift)
+        inputs = ((tokens, self._early_side(side, keys)), wanted)
         loss, (entropy, metrics) = self.run_loss(
-            ends,
-            ((tokens, self._early_side(side, keys)), wanted),
-            side,
-            keys=keys,
-            metric_weights=of_metrics,
+            ends, inputs, side, keys=keys, metric_weights=of_metrics
         )
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
@@ -186,24 +170,13 @@ class Decoder:
         return x if self.ends.early is None else self.ends.early(layers, x, side, batch_axes)
 
     def _entropy(
-        self,
-        kernel: Array,
-        hidden: Array,
-        wanted: Targets,
-        *,
-        layout: Layout,
-        batch_axes: tuple[str, ...],
-        chunks: int,
-    ) -> Array:
-        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`."""
+        self, layout: Layout, batch_axes: tuple[str, ...], chunks: int
+    ) -> Callable[[Array, Array, Targets], Array]:
+        """(hidden states sharded by `batch_axes`, head, targets) to the weighted cross-entropy."""
         model = self.config.model
-        return chunked_cross_entropy(
-            hidden,
-            kernel,
-            wanted,
-            batch_axes=batch_axes,
-            options=LossOptions(chunks, model.logits_soft_cap, model.vocab_size),
-            layout=layout,
+        options = losses.LossOptions(chunks, model.logits_soft_cap, model.vocab_size)
+        return functools.partial(
+            chunked_cross_entropy, batch_axes=batch_axes, options=options, layout=layout
         )
 
     def _check_batch(self, tokens: Array, side: Side) -> None:
@@ -244,14 +217,8 @@ _ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many 
 
 def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
     """What runs the dense first layers of a model, see `EarlyLayers`."""
-    model = config.model
-    remat = POLICIES[config.pipeline.remat]
-    first = model.num_pipeline_layers
-    return EarlyLayers(model.num_dense_layers, first, layout, copied, remat)
-
-
-def _new_layer(model: ModelConfig, rngs: nnx.Rngs, *, layout: Layout, remat: Remat) -> DecoderLayer:
-    return DecoderLayer(model, rngs=rngs, layout=layout, remat=remat)
+    model, remat = config.model, POLICIES[config.pipeline.remat]
+    return EarlyLayers(model.num_dense_layers, model.num_pipeline_layers, layout, copied, remat)
 
 
 class Mixtral(nnx.Module):
@@ -277,15 +244,18 @@ class Mixtral(nnx.Module):
         model, weights = config.model, weight_options(config)
         layout = layout.for_vocabulary(model.vocab_size, model.embed_dim, weights.zero1)
         self.embedding = Embed(model, rngs=rngs, layout=layout)
-        layer = functools.partial(_new_layer, layout=layout, remat=POLICIES[config.pipeline.remat])
-        kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
+        remat = POLICIES[config.pipeline.remat]
+
+        def layer_of(model: ModelConfig) -> Callable[[nnx.Rngs], DecoderLayer]:
+            return lambda rngs: DecoderLayer(model, rngs=rngs, layout=layout, remat=remat)
+
+        kinds = [layer_of(kind) for kind in model.of_kinds]
         self.pipeline = pipeline_of(config, kinds, weights, rngs=rngs, layout=layout)
         self.layout = self.pipeline.runner.layout
         self.early = None
         if model.num_dense_layers:
             self.early = early_layers(config, layout, self.layout)
-            make = functools.partial(layer, model.of_dense_layers)
-            self.dense_layers = self.early.make(make, rngs)
+            self.dense_layers = self.early.make(layer_of(model.of_dense_layers), rngs)
         self.norm = RMSNorm(model, rngs=rngs, layout=layout)
         self.head = None if model.tied_embeddings else self._new_head(rngs)
 
@@ -369,9 +339,9 @@ class Mixtral(nnx.Module):
         return place_by(self.shards(), self.layout)
 
     def _new_head(self, rngs: nnx.Rngs) -> nnx.Param[Array]:
-        model, initializer = self.config.model, nnx.initializers.lecun_normal()
+        model, initial = self.config.model, nnx.initializers.lecun_normal()
         shape, axes = (model.embed_dim, model.vocab_size), ("embed_of_vocab", "vocab")
-        return parameter(rngs, initializer, shape, model.param_dtype, axes, self.layout)
+        return parameter(rngs, self.layout, model.param_dtype, initial, shape, axes)
 
     def _decoder(self, shards: "Mixtral | None" = None) -> Decoder:
         """The decoder over this module's weights, or over `shards` of them (see `loss`)."""

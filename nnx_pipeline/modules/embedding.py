@@ -19,14 +19,9 @@ class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.method, self.layout = config.embedding, layout
         self.dtype = config.dtype
-        self.embedding = parameter(
-            rngs,
-            nnx.initializers.normal(stddev=config.embedding_deviation),
-            (config.vocab_size, config.embed_dim),
-            config.param_dtype,
-            ("vocab", "embed_of_vocab"),
-            layout,
-        )
+        initial = nnx.initializers.normal(stddev=config.embedding_deviation)
+        shape, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed_of_vocab")
+        self.embedding = parameter(rngs, layout, config.param_dtype, initial, shape, axes)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
         """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""

@@ -30,7 +30,7 @@ class RMSNorm(nnx.Module):
         self.scale_offset = config.norm_scale_offset
         initial = nnx.initializers.constant(start - self.scale_offset)
         size = config.embed_dim if width is None else width
-        self.scale = parameter(rngs, initial, (size,), config.param_dtype, (axis,), layout)
+        self.scale = parameter(rngs, layout, config.param_dtype, initial, (size,), (axis,))
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.scale[...], epsilon=self.epsilon, scale_offset=self.scale_offset)

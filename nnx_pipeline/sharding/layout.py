@@ -322,11 +322,11 @@ def portable_key(key: Array) -> Array:
 
 def parameter(
     rngs: nnx.Rngs,
+    layout: Layout,
+    dtype: jax.typing.DTypeLike,
     initializer: Initializer,
     shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
     logical_axes: tuple[str | None, ...],
-    layout: Layout,
 ) -> nnx.Param[Array]:
     """Creates a parameter in its sharding; its metadata holds its logical axes."""
     value = initial_value(rngs.params(), initializer, shape, dtype, layout.spec(*logical_axes))
@@ -345,19 +345,21 @@ def initial_value(
     return place(value, spec) if mesh_sizes() and not is_explicit() else value
 
 
-def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The tree with a NamedSharding in place of each parameter's value, from its logical axes.
+def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> Made:
+    """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded.
 
     `mesh` must be the ambient mesh. The result serves as `out_shardings` of a jitted initialisation
     and as the placement of gradients, in explicit and in auto mode.
     """
 
-    def sharding(variable: Variable) -> Variable:
-        spec = layout.spec(*variable.get_metadata("logical_axes"))
-        return variable.replace(NamedSharding(mesh, spec))
+    def sharding(leaf: Array | Variable) -> NamedSharding | Variable:
+        if not is_variable(leaf):
+            return NamedSharding(mesh, P())
+        spec = layout.spec(*leaf.get_metadata("logical_axes"))
+        return leaf.replace(NamedSharding(mesh, spec))
 
-    placed: nnx.Module = jax.tree.map(sharding, tree, is_leaf=is_variable)
-    return placed
+    shardings: Made = jax.tree.map(sharding, tree, is_leaf=is_variable)
+    return shardings
 
 
 def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:

@@ -18,7 +18,7 @@ from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.ops._router import RouterMetrics
-from nnx_pipeline.sharding.layout import Layout, P, Variable, is_variable
+from nnx_pipeline.sharding.layout import Layout, Variable, is_variable, variable_shardings
 from nnx_pipeline.train.optimizer import global_norm, make_optimizer
 
 _Tree = TypeVar("_Tree", bound=PyTree)
@@ -186,7 +186,12 @@ def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtra
     """
     make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
     shapes = jax.eval_shape(make)
-    return _with_shardings(shapes, _state_shardings(shapes, mesh))
+    state: TrainState = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        _state_shardings(shapes, mesh),
+    )
+    return state
 
 
 def abstract_batch(
@@ -247,31 +252,9 @@ def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
             f"{ambient_mesh()}; call make_state, abstract_state and jit_train_step under "
             "jax.set_mesh(mesh)"
         )
-    model, on_mesh = state.model, functools.partial(NamedSharding, mesh)
+    model, layout = state.model, state.model.layout
     return TrainState(
-        step=_shardings(state.step, model.layout, on_mesh),
-        model=_shardings(model, model.layout, on_mesh),
-        optimizer=_shardings(state.optimizer, model.layout.zero1(model.zero1), on_mesh),
+        step=variable_shardings(state.step, layout, mesh),
+        model=variable_shardings(model, layout, mesh),
+        optimizer=variable_shardings(state.optimizer, layout.zero1(model.zero1), mesh),
     )
-
-
-def _shardings(tree: _Tree, layout: Layout, on_mesh: Callable[[P], NamedSharding]) -> _Tree:
-    """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded."""
-
-    def one(leaf: Array | Variable) -> NamedSharding | Variable:
-        if is_variable(leaf):
-            spec = layout.spec(*leaf.get_metadata("logical_axes"))
-            return leaf.replace(on_mesh(spec))
-        return on_mesh(P())
-
-    shardings: _Tree = jax.tree.map(one, tree, is_leaf=is_variable)
-    return shardings
-
-
-def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    placed: TrainState = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-    return placed
