@@ -551,7 +551,7 @@ MUTATIONS = (
         "test_deepseek_checkpoints",
     ),
     Mutation(
-        "linen_compat/modules/_early.py",
+        "linen_compat/modules/_stacked.py",
         "jnp.moveaxis(leaves[0], 1, 0)",
         "jnp.moveaxis(leaves[0], 1, 0)[::-1]",
         "test_deepseek_linen",

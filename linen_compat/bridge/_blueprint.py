@@ -11,8 +11,7 @@ from flax import nnx
 from flax.typing import PathParts
 from jaxtyping import Array, PyTree
 
-from linen_compat.bridge._axes import linen_axes
-from linen_compat.bridge._paths import Path, Variable, linen_paths
+from linen_compat.bridge._paths import Path, Variable, linen_axes, linen_paths
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._tracing.calls import this_turn
 from nnx_pipeline.modules.moe import SelectionBias
@@ -25,6 +24,10 @@ class Recipe:
     kind: type[nnx.Module]
     args: tuple[object, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         options = dict(self.options)
@@ -112,21 +115,20 @@ def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
     # Both are here as keys of the cache: the result depends on the ambient mesh, and within
     # `traced_afresh` nothing from an earlier measurement may be used.
     del mesh, turn
-    module = nnx.eval_shape(lambda: recipe.make(StreamPerName(_any_key)))
+    module = nnx.eval_shape(lambda: recipe.make(StreamPerName(lambda name: jax.random.key(0))))
     graph, state = nnx.split(module)
     renamed = linen_paths(module)
     slots, streams = [], []
-    variables = dict(nnx.to_flat_state(state))
-    for path, variable in variables.items():
+    for path, variable in nnx.to_flat_state(state):
         if not isinstance(variable, nnx.Variable):
             raise InputError(
-                f"{recipe.kind.__name__} holds an array at {'.'.join(map(str, path))} that is not "
+                f"{recipe.name} holds an array at {'.'.join(map(str, path))} that is not "
                 "in an nnx.Variable, so it belongs to no collection; wrap it in one, such as "
                 "nnx.Param"
             )
         if not hasattr(variable.get_value(), "shape"):
             raise InputError(
-                f"{recipe.kind.__name__}.{'.'.join(map(str, path))} holds a "
+                f"{recipe.name}.{'.'.join(map(str, path))} holds a "
                 f"{type(variable.get_value()).__name__} and not an array; give each array a "
                 "variable of its own, such as nnx.List([nnx.Param(a), nnx.Param(b)])"
             )
@@ -134,20 +136,12 @@ def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
             count = (*path[:-1], "count")
             streams.append(Stream(path, count, variable.tag, variable.get_value().shape))
         elif not isinstance(variable, nnx.RngState):
-            own = tuple(map(str, path))
-            slots.append(
-                BridgedVariable(
-                    path,
-                    (collection_of(variable), *renamed.get(own, own)),
-                    tuple(variable.get_value().shape),
-                    _boxing(variable, renamed.get(own)),
-                )
-            )
+            own, shape = tuple(map(str, path)), tuple(variable.get_value().shape)
+            linen = (collection_of(variable), *renamed.get(own, own))
+            slots.append(BridgedVariable(path, linen, shape, _boxing(variable, renamed.get(own))))
     shapes = {slot.linen: slot.shape for slot in slots}
     if len(shapes) < len(slots):
-        raise InputError(
-            f"two variables of {recipe.kind.__name__} get the same path in Linen; rename one"
-        )
+        raise InputError(f"two variables of {recipe.name} get the same path in Linen; rename one")
     return Blueprint(graph, tuple(slots), tuple(streams), shapes)
 
 
@@ -182,10 +176,6 @@ def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
     if metadata.get("out_sharding") is not None:
         return functools.partial(nn.Partitioned, names=tuple(metadata["out_sharding"]))
     return lambda value: value
-
-
-def _any_key(name: str) -> Array:
-    return jax.random.key(0)
 
 
 @functools.cache

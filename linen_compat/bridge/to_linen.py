@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from flax.typing import PathParts
 from jaxtyping import Array, PyTree
 
@@ -19,12 +20,13 @@ from linen_compat.bridge._blueprint import (
     takes_rngs,
 )
 from linen_compat.bridge._checks import check_arguments, check_class, check_method
-from linen_compat.bridge._paths import Path, Variable, check_leaves, flatten, nest
+from linen_compat.bridge._paths import Path, Variable, check_leaves, flatten
 from linen_compat.formats._arguments import check_configs
 from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError
 
 INTERMEDIATES, PARAMS = "intermediates", "params"
+_Variables = Mapping[PathParts, Variable]
 
 
 class NoKey(InputError):
@@ -94,13 +96,15 @@ class NNXAsLinen(nn.Module):
         Raises InputError when the variables are not those of the module, there is no such method,
         or `init` got no key for a stream that the module draws from.
         """
+        plan = blueprint(self.recipe)
         if self.is_initializing() and not any(self.variables.values()):
             # Nothing has been made yet: here alone the constructor makes arrays.
             module = self.recipe.make(StreamPerName(self._typed_key))
-            self._store(module, blueprint(self.recipe))
+            made = dict(nnx.to_flat_state(nnx.state(module)))
+            self._put({slot.linen: slot.box(made[slot.nnx].get_value()) for slot in plan.slots})
             return self._method(module, nnx_method)(*args, **kwargs)
-        plan = blueprint(self.recipe)
-        boxes = self._boxes(plan)
+        boxes = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
+        check_leaves(boxes, plan.shapes, of=self.recipe.name, at=self.path)
         before: dict[PathParts, Array] = {
             slot.nnx: unboxed(boxes[slot.linen]) for slot in plan.slots
         }
@@ -114,25 +118,15 @@ class NNXAsLinen(nn.Module):
         return out
 
     def _method(self, module: nnx.Module, name: str) -> Callable[..., Any]:
-        check_method(module, name, of=self.recipe.kind.__name__)
+        check_method(module, name, of=self.recipe.name)
         method: Callable[..., Any] = getattr(module, name)
         return method
-
-    def _store(self, module: nnx.Module, plan: Blueprint) -> None:
-        state = dict(nnx.to_flat_state(nnx.state(module)))
-        self._put({slot.linen: slot.box(state[slot.nnx].get_value()) for slot in plan.slots})
-
-    def _boxes(self, plan: Blueprint) -> dict[Path, PyTree]:
-        """The checked variables of this module by path, in their boxes."""
-        given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
-        check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
-        return given
 
     def _typed_key(self, name: str) -> Array:
         """A typed key for a stream, from Linen's stream of that name or from `params`."""
         if not self.has_rng(name) and not self.has_rng(PARAMS):
             raise InputError(
-                f"{self.recipe.kind.__name__} draws random numbers from the stream {name!r} and "
+                f"{self.recipe.name} draws random numbers from the stream {name!r} and "
                 f"got no key for it; give a key, or {{{name!r}: jax.random.key(…)}}"
             )
         key = self.make_rng(name)
@@ -156,16 +150,13 @@ class NNXAsLinen(nn.Module):
         return without
 
     def _check_streams(
-        self,
-        after: Mapping[PathParts, Variable],
-        before: Mapping[PathParts, Array],
-        without: list[Stream],
+        self, after: _Variables, before: Mapping[PathParts, Array], without: list[Stream]
     ) -> None:
         for stream in without:
             # Each draw replaces the count by a new array.
             if after[stream.count].get_value() is not before[stream.count]:
                 raise NoKey(
-                    f"{self.recipe.kind.__name__} drew random numbers from the stream "
+                    f"{self.recipe.name} drew random numbers from the stream "
                     f"{stream.name!r} and apply got no key for it; "
                     f"give rngs={{{stream.name!r}: jax.random.key(…)}}"
                 )
@@ -175,7 +166,7 @@ class NNXAsLinen(nn.Module):
         plan: Blueprint,
         boxes: dict[Path, PyTree],
         before: dict[PathParts, Array],
-        after: Mapping[PathParts, Variable],
+        after: _Variables,
     ) -> None:
         """Writes the variables that the call changed to Linen's collections."""
         linen = {slot.nnx: slot.linen for slot in plan.slots}
@@ -197,7 +188,7 @@ class NNXAsLinen(nn.Module):
 
     def _check_change(self, path: PathParts, known: bool, collection: str) -> None:
         """Raises InputError unless Linen can store this change of a variable."""
-        name = f"{self.recipe.kind.__name__}.{'.'.join(map(str, path))}"
+        name = f"{self.recipe.name}.{'.'.join(map(str, path))}"
         if not known:
             raise InputError(
                 f"{name} was created in the call, after the graph was made; "
@@ -217,6 +208,6 @@ class NNXAsLinen(nn.Module):
         """
         changed = {path[:2] for path in new}
         kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
-        for collection, tree in nest({**kept, **new}).items():
+        for collection, tree in unflatten_dict({**kept, **new}).items():
             for name, value in tree.items():
                 self.put_variable(collection, name, value)

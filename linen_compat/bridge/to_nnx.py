@@ -1,6 +1,7 @@
 """Wraps Linen modules as NNX modules."""
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,28 +14,12 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import DenyList, meta
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, PyTree
 
-from linen_compat.bridge._axes import layout_axes
-from linen_compat.bridge._checks import (
-    check_arguments,
-    check_collect,
-    check_collections,
-    check_method,
-    check_module,
-    check_rngs,
-)
-from linen_compat.bridge._paths import (
-    Flat,
-    Path,
-    Tree,
-    Variable,
-    check_leaves,
-    flatten,
-    nest,
-    nnx_path,
-    unboxed_shape,
-)
+from linen_compat.bridge import _checks as checks
+from linen_compat.bridge import _paths as paths
+from linen_compat.bridge._paths import Flat, Path, Tree, Variable, flatten
 from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS, NoKey
 from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError, Layout
@@ -98,12 +83,12 @@ def to_nnx(
     has, or holds an array of another shape; and for anything but a Linen module, for arguments that
     it does not take, and for anything but a key, a seed or an `nnx.Rngs` to make variables from.
     """
-    check_module(module)
-    check_rngs(rngs)
-    check_collections(variables, of=type(module).__name__)
-    names = check_collect(collect)
+    checks.check_module(module)
+    checks.check_rngs(rngs)
+    checks.check_collections(variables, of=type(module).__name__)
+    names = checks.check_collect(collect)
     called = type(module).__call__ if method is None else method
-    check_arguments(called, example, options, of=type(module).__name__)
+    checks.check_arguments(called, example, options, of=type(module).__name__)
     keys, streams = _keys_and_streams(rngs, needed=variables is None)
 
     def init(keys: dict[str, Array]) -> PyTree:
@@ -122,23 +107,13 @@ def to_nnx(
     leaves = boxes
     if variables is not None:
         given = flatten(variables)
-        wanted = {path: unboxed_shape(leaf) for path, leaf in boxes.items() if path not in sown}
-        check_leaves(
-            {path: leaf for path, leaf in given.items() if not note.has(path)},
-            wanted,
-            of=type(module).__name__,
-        )
-        zeros = {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
-        leaves = {**given, **zeros}
-    slots = tuple((nnx_path(module, path[1:]), path) for path in boxes)
-    return LinenAsNNX(
-        module,
-        slots,
-        sown,
-        [_variable(path[0], boxes[path], leaves[path]) for _, path in slots],
-        streams,
-        names,
-    )
+        read = {path: leaf for path, leaf in given.items() if not note.has(path)}
+        wanted = {path: paths.unboxed_shape(boxes[path]) for path in boxes if path not in sown}
+        paths.check_leaves(read, wanted, of=type(module).__name__)
+        leaves = given | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
+    slots = tuple((paths.nnx_path(module, path[1:]), path) for path in boxes)
+    made_here = [_variable(path[0], boxes[path], leaves[path]) for path in boxes]
+    return LinenAsNNX(module, slots, sown, made_here, streams, names)
 
 
 class _Sown:
@@ -224,23 +199,16 @@ class LinenAsNNX(nnx.Module):
         changes running statistics after `eval()`, or has no method of that name.
         """
         if isinstance(method, str):
-            check_method(self.linen_module, method, of=type(self.linen_module).__name__)
+            checks.check_method(self.linen_module, method, of=type(self.linen_module).__name__)
         kept = None if self.deterministic else self.linen_streams
         keys = _draw(kept if rngs is None else rngs)
-        flat = {
-            path: _at(self, at).get_value()
-            for at, path in self.linen_slots
-            if path not in self.linen_sown
-        }
-        mutable = [
-            name
-            for name in self.linen_collections
-            if name != STATISTICS or not self.use_running_average
-        ]
+        read = [(at, path) for at, path in self.linen_slots if path not in self.linen_sown]
+        flat = {path: _at(self, at).get_value() for at, path in read}
+        fixed = {STATISTICS} if self.use_running_average else set()
+        mutable = [name for name in self.linen_collections if name not in fixed] or False
+        options = {"rngs": keys, "mutable": mutable, "method": method, **kwargs}
         try:
-            out = self.linen_module.apply(
-                nest(flat), *args, rngs=keys, mutable=mutable or False, method=method, **kwargs
-            )
+            out = self.linen_module.apply(unflatten_dict(flat), *args, **options)
         except flax.errors.InvalidRngError as error:
             raise self._needs_stream(error) from error
         except NoKey as error:  # of an NNX module within this one
@@ -307,7 +275,6 @@ class LinenAsNNX(nnx.Module):
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        """The layout of the Linen module, if it has one; `sharding.with_layout` replaces it."""
         self.linen_module = self.linen_module.clone(layout=layout)
 
 
@@ -323,7 +290,7 @@ def _variable(collection: str, box: PyTree, leaf: PyTree) -> Variable:
     if not isinstance(box, meta.AxisMetadata):
         return kind(value)
     if isinstance(box, nn.LogicallyPartitioned) and box.mesh is None and box.rules is None:
-        return kind(value, logical_axes=layout_axes(tuple(box.names)))
+        return kind(value, logical_axes=paths.layout_axes(tuple(box.names)))
     return kind(value, linen_box=box.replace_boxed(None))
 
 
@@ -349,10 +316,7 @@ def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
 
 
 def _at(module: nnx.Module, path: Path) -> Variable:
-    found: PyTree = module
-    for name in path:
-        found = getattr(found, name)
-    variable: Variable = found
+    variable: Variable = functools.reduce(getattr, path, module)
     return variable
 
 

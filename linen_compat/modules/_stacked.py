@@ -1,4 +1,4 @@
-"""The layers of a pipeline: in MaxText's tree, and stacked for the loop of `nnx_pipeline`."""
+"""Layers in MaxText's tree, and stacked for the loops of `nnx_pipeline`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._names import ALL_OF_LAYERS, EARLY
+from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.parameters import Names, axes_of, is_boxed, sharded_by, unboxed
-from nnx_pipeline import InputError, Layout
+from nnx_pipeline import InputError, Layout, ModelConfig
+from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.pipeline.stage.layers import Side, takes_place
 from nnx_pipeline.sharding.layout import place, portable_key
 
 Boxed = dict[str, PyTree]  # parameters, in metadata boxes or not
 MakeLayer = Callable[[Array], Boxed]
+_DENSE = "dense_layers"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class StageTree:
             jax.random.split(portable_key(key), self.stack), self.layout.spec(None, "stage", None)
         )
         stage = "stage" if stages > 1 else None
+        leading: Names = ("layers",) if repeats == 1 else ("circular_repeats", "layers")
         made = [
             jax.vmap(jax.vmap(make_layer, spmd_axis_name=stage))(keys[:, :, j])
             for j in range(per_stage)
@@ -49,12 +53,15 @@ class StageTree:
         def named(leaf: PyTree) -> PyTree:
             # With one repeat, MaxText's arrays have no axis of repeats.
             value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
-            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(self.names))
-            names = (*self.names, *own)
+            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
+            names = (*leading, *own)
             value = place(value, self.layout.spec(*axes_of(names)))
             return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
 
-        return self.tree_of([jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made])
+        layers: list[Boxed] = [jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made]
+        if per_stage == 1:
+            return layers[0]
+        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
     def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
@@ -66,11 +73,8 @@ class StageTree:
         repeats, stages, per_stage = self.stack
         leading = (stages,) if repeats == 1 else (repeats, stages)
         apart = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
-        want = {
-            below + path: (*leading, *unboxed(leaf).shape)
-            for below in apart
-            for path, leaf in one.items()
-        }
+        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
+        want = {below + path: shape for below in apart for path, shape in shapes.items()}
         found = unboxed_leaves(tree)
         cure = (
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
@@ -86,16 +90,75 @@ class StageTree:
 
         return stacked_layers(module, one, (None, "stage", None), stack, self.layout)
 
-    def tree_of(self, layers: list[Boxed]) -> Boxed:
-        """The tree that holds these layers of a stage."""
-        if len(layers) == 1:
-            return layers[0]
-        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
+
+@dataclass(frozen=True)
+class EarlyTree:
+    """The parameters of the dense first layers, below MaxText's `decoder`.
+
+    The tree `dense_layers` stacks the layers along the second axis of every array. With `apart`
+    each layer has its own tree, `dense_layers_0 …`.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    remat: Remat
+    apart: bool
+
+    def declared(self, module: nn.Module) -> list[Boxed]:
+        """The parameters of all layers, or of each, for a decoder's `setup`; `init` makes them."""
+        numbers = range(self.model.num_dense_layers)
+        names = [f"{_DENSE}_{number}" for number in numbers] if self.apart else [_DENSE]
+        if not module.is_initializing():  # `stacked` checks them with a message of its own
+            return [module.get_variable("params", name, {}) for name in names]
+        make = self._make_layer if self.apart else self._make
+        return [module.param(name, make, unbox=False) for name in names]
+
+    def stacked(self, trees: list[Boxed]) -> StackedLayers:
+        """The layers as one callable module with parameters `[layers, …]`.
+
+        Raises InputError, naming the leaf, when a tree is not what the layers need.
+        """
+        one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
+        number, want = self.model.num_dense_layers, {}
+        for path, leaf in one.items():
+            first, *rest = unboxed(leaf).shape
+            want[path] = (first, *rest) if self.apart else (first, number, *rest)
+        found = [unboxed_leaves(tree) for tree in trees]
+        cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
+        for layer in found:
+            check_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
+
+        def stack(path: str) -> Array:
+            leaves = [layer[path] for layer in found]
+            return jnp.stack(leaves) if self.apart else jnp.moveaxis(leaves[0], 1, 0)
+
+        return stacked_layers(self._layer, one, (None,), stack, self.layout)
 
     @property
-    def names(self) -> Names:
-        """MaxText's names of the stacking axes, which come before a layer's own."""
-        return ("layers",) if self.stack[0] == 1 else ("circular_repeats", "layers")
+    def _layer(self) -> nn.Module:
+        dense = self.model.of_dense_layers
+        return layer_class(dense)(dense, self.layout, self.remat, parent=None)
+
+    def _make_layer(self, key: Array) -> Boxed:
+        # No value of x matters, but the batch must divide over the mesh.
+        shape = (self.layout.size("batch"), 1, self.model.embed_dim)
+        x = place(jnp.zeros(shape, self.model.dtype), self.layout.spec("batch", None, None))
+        return parameters_of(self._layer, key, x, {})
+
+    def _make(self, key: Array) -> Boxed:
+        """The parameters of all layers, stacked along the second axis, in boxes."""
+        keys = jax.random.split(portable_key(key), self.model.num_dense_layers)
+
+        def scanned(leaf: nn.LogicallyPartitioned) -> nn.LogicallyPartitioned:
+            names = (*leaf.names[:1], _DENSE, *leaf.names[1:])
+            value = jnp.moveaxis(leaf.value, 0, 1)
+            axes = axes_of_box(leaf)
+            spec = self.layout.spec(*axes[:1], None, *axes[1:])
+            return leaf.replace(value=place(value, spec), names=names)
+
+        layers = jax.vmap(self._make_layer)(keys)
+        made: Boxed = jax.tree.map(scanned, layers, is_leaf=is_boxed)
+        return made
 
 
 class StackedLayers(nnx.Module):
@@ -185,6 +248,7 @@ def stacked_layers(
 
 
 def axes_of_box(leaf: PyTree) -> Names:
+    """The axes of a parameter, with the names of `Layout`, where it is in a box."""
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 

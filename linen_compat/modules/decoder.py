@@ -11,7 +11,7 @@ from flax import linen as nn
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._names import check_names
-from linen_compat.modules._early import EarlyTree
+from linen_compat.modules._stacked import EarlyTree
 from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
