@@ -49,7 +49,7 @@ class LayersProgram:
     init: Callable[[], PyTree]
     loss: Callable[[PyTree, Array], Array]
     x: jax.ShapeDtypeStruct
-    place: Callable[[PyTree], PyTree]
+    place: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
 def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
@@ -110,18 +110,22 @@ def make_program(arm: Style, loop: str, config: Config, mesh: Mesh | None) -> La
     """The program that runs the layers of an arm in one of `LOOPS`."""
     if loop == "pipeline":
         assert mesh is not None, "a pipeline runs on a mesh with stages"
-        return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
+        if not arm.is_linen:
+            return _pipeline(
+                lambda key: arm.make(config, nnx.Rngs(params=key)),
+                lambda layer, x: layer(x),
+                config,
+                mesh,
+            )
+        layer = arm.make(config, None)
+        return _pipeline(_linen_init(layer, config), layer.apply, config, mesh)
     if arm.is_linen:
-        return _linen(_Unrolled if loop == "unrolled" else _Scanned, arm, config)
+        return _linen((_Unrolled if loop == "unrolled" else _Scanned)(arm, config), config)
     return (_nnx_unrolled if loop == "unrolled" else _nnx_scanned)(arm, config)
 
 
 def _mean_square(x: Array) -> Array:
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-
-def _as_it_is(tree: PyTree) -> PyTree:
-    return tree
 
 
 def _nnx_unrolled(arm: Style, config: Config) -> LayersProgram:
@@ -134,7 +138,7 @@ def _nnx_unrolled(arm: Style, config: Config) -> LayersProgram:
             x, _ = layer(x)
         return _mean_square(x)
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    return LayersProgram(init, loss, example(config, config.train.global_batch))
 
 
 def _nnx_scanned(arm: Style, config: Config) -> LayersProgram:
@@ -145,7 +149,7 @@ def _nnx_scanned(arm: Style, config: Config) -> LayersProgram:
     def loss(stack: PyTree, x: Array) -> Array:
         return _mean_square(jax.lax.scan(lambda x, layer: layer(x), x, stack)[0])
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    return LayersProgram(init, loss, example(config, config.train.global_batch))
 
 
 class _Unrolled(nn.Module):
@@ -176,40 +180,25 @@ class _Scanned(nn.Module):
             split_rngs={"params": True},
             length=self.config.model.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
+            # They would trace the body twice, to find what is the same in all layers: nothing is.
             check_constancy_invariants=False,
         )
         return scanned(self.arm.make(self.config, "layers"), x, None)[0]
 
 
-def _linen(kind: type[_Unrolled] | type[_Scanned], arm: Style, config: Config) -> LayersProgram:
-    module, one = kind(arm, config), example(config)
-    apply = cast(Callable[[PyTree, Array], Array], module.apply)
-
-    def init() -> PyTree:
-        variables = module.init(jax.random.key(0), jnp.zeros(one.shape, one.dtype))
-        return nn.meta.unbox(variables)
+def _linen(module: nn.Module, config: Config) -> LayersProgram:
+    init, apply = _linen_init(module, config), cast(Callable[..., Array], module.apply)
 
     def loss(variables: PyTree, x: Array) -> Array:
         return _mean_square(apply(variables, x))
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    x = example(config, config.train.global_batch)
+    return LayersProgram(lambda: init(jax.random.key(0)), loss, x)
 
 
-def _nnx_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
-    def init(key: Array) -> PyTree:
-        return arm.make(config, nnx.Rngs(params=key))
-
-    return _pipeline(init, lambda layer, x: layer(x), config, mesh)
-
-
-def _linen_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
-    module = arm.make(config, None)
+def _linen_init(module: nn.Module, config: Config) -> Callable[[Array], PyTree]:
     one = example(config)
-
-    def init(key: Array) -> PyTree:
-        return nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
-
-    return _pipeline(init, module.apply, config, mesh)
+    return lambda key: nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
 
 
 def _pipeline(

@@ -3,28 +3,22 @@
 import contextlib
 import cProfile
 import dataclasses
+import functools
 import gc
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from linen_compat._overhead import LOOPS
-from linen_compat._overhead.arms import (
-    ARMS,
-    LayersProgram,
-    Style,
-    make_program,
-    mesh_for_loop,
-    stages_for,
-)
+from linen_compat._overhead import arms as styles
+from linen_compat._overhead.arms import ARMS, LayersProgram, Style
 from linen_compat.bridge._blueprint import forget_blueprints
 from linen_compat.formats._checksums import Json
 from nnx_pipeline import Config, InputError
@@ -122,6 +116,7 @@ class _Samples:
     """
 
     arm: Style
+    make: Callable[[], LayersProgram]
     seconds: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     step: Callable[[], PyTree] | None = None
@@ -136,11 +131,12 @@ class _Samples:
         seconds: Json = {name: median(values) for name, values in self.seconds.items()}
         return Figures(**seconds, **self.counts)
 
-    @contextlib.contextmanager
-    def catching(self) -> Iterator[None]:
-        """Keeps an exception as the arm's error, so that the others are still measured."""
+    def attempt(self, measure: Callable[["_Samples"], object]) -> None:
+        """Measures unless the arm has failed; its exception does not stop the other arms."""
+        if self.error is not None:
+            return
         try:
-            yield
+            measure(self)
         except Exception as error:  # wrappers, JAX and compilers raise many kinds
             lines = str(error).strip().splitlines() or [""]
             self.error = f"{type(error).__name__}: {lines[0][:200]}"
@@ -161,7 +157,7 @@ def measure_overhead(
     when layers or batch do not split over the stages of the pipeline.
     """
     check_loops(config, loops)
-    Platform.parse("cpu").devices(stages_for(config.model.num_layers) or 1)
+    Platform.parse("cpu").devices(styles.stages_for(config.model.num_layers) or 1)
     rows: list[OverheadRow] = []
     for loop in loops:
         rows += _measure_loop(config, loop, arms, repetitions, progress)
@@ -175,7 +171,7 @@ def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
         one_of("loop", loop, LOOPS)
     if "pipeline" not in loops:
         return
-    layers, stages = config.model.num_layers, stages_for(config.model.num_layers)
+    layers, stages = config.model.num_layers, styles.stages_for(config.model.num_layers)
     if not stages:
         raise InputError(
             f"{layers} layers do not split over 4 or 2 stages of the pipeline that is measured; "
@@ -190,37 +186,38 @@ def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
 def _measure_loop(
     config: Config, loop: str, arms: Sequence[Style], repetitions: int, progress: Progress
 ) -> list[OverheadRow]:
-    mesh = mesh_for_loop(loop, config.model.num_layers)
-    samples = [_Samples(arm) for arm in arms]
+    mesh = styles.mesh_for_loop(loop, config.model.num_layers)
+    samples = [
+        _Samples(arm, functools.partial(styles.make_program, arm, loop, config, mesh))
+        for arm in arms
+    ]
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        _warm_up(samples[0], loop, config, mesh)
+        # Once without timing, so that imports at first use do not count for the first arm.
+        samples[0].attempt(lambda one: _lowered(one.make()))
         for repetition in range(repetitions):
             turn = repetition % len(samples)  # so that no arm always comes first
             for one in (*samples[turn:], *samples[:turn]):
                 progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
-                if one.error is None:
-                    with one.catching():
-                        _measure_once(one, make_program(one.arm, loop, config, mesh))
+                one.attempt(_measure_once)
         for one in samples:
             progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
-            if one.error is None:
-                with one.catching():
-                    program = make_program(one.arm, loop, config, mesh)
-                    _compile(one, program)
-                    _measure_host(one, program)
-                    one.counts["python_calls"] = count_calls(program)
+            one.attempt(_measure_beside)
         progress(f"{loop}: dispatch")
         for _ in range(DISPATCHES):
             for one in samples:
-                if one.step is not None and one.error is None:
-                    with one.catching():
-                        _dispatch(one)
-    return _rows(loop, samples)
-
-
-def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
-    with one.catching():
-        _lowered(make_program(one.arm, loop, config, mesh))
+                one.attempt(_dispatch)
+    by_name = {one.arm.name: one for one in samples}
+    return [
+        OverheadRow(
+            loop=loop,
+            arm=one.arm.name,
+            native=one.arm.native,
+            figures=one.figures(),
+            ratios=_ratios(one, by_name.get(one.arm.native)),
+            error=one.error,
+        )
+        for one in samples
+    ]
 
 
 def _lowered(
@@ -250,7 +247,8 @@ def _lowered(
     return params, lowered
 
 
-def _measure_once(one: _Samples, program: LayersProgram) -> None:
+def _measure_once(one: _Samples) -> None:
+    program = one.make()
     gc.collect()  # or the garbage of other arms would be collected in this one's time
     gc.disable()
     try:
@@ -259,7 +257,9 @@ def _measure_once(one: _Samples, program: LayersProgram) -> None:
         gc.enable()
 
 
-def _compile(one: _Samples, program: LayersProgram) -> None:
+def _measure_beside(one: _Samples) -> None:
+    """Compiles, and measures host memory and calls."""
+    program = one.make()
     params, lowered = _lowered(program)
     started = time.perf_counter()
     compiled = lowered.compile()
@@ -273,15 +273,11 @@ def _compile(one: _Samples, program: LayersProgram) -> None:
     )
     # The gradients take as much as the parameters, which are among the arguments.
     if 2 * memory.argument_size_in_bytes + memory.temp_size_in_bytes <= RUN_LIMIT:
-        arguments = jax.tree.map(_zeros, (params, program.x))
+        arguments = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            (params, program.x),
+        )
         one.step = lambda: compiled(*arguments)
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-
-
-def _measure_host(one: _Samples, program: LayersProgram) -> None:
     gc.collect()
     tracemalloc.start()
     try:
@@ -289,6 +285,7 @@ def _measure_host(one: _Samples, program: LayersProgram) -> None:
         one.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    one.counts["python_calls"] = count_calls(program)
 
 
 def count_calls(program: LayersProgram) -> int:
@@ -299,26 +296,12 @@ def count_calls(program: LayersProgram) -> int:
 
 
 def _dispatch(one: _Samples) -> None:
-    assert one.step is not None, "there is a compiled step"
+    if one.step is None:
+        return
     started = time.perf_counter()
     result = one.step()
     one.add("dispatch", time.perf_counter() - started)
     jax.block_until_ready(result)
-
-
-def _rows(loop: str, samples: list[_Samples]) -> list[OverheadRow]:
-    by_name = {one.arm.name: one for one in samples}
-    return [
-        OverheadRow(
-            loop=loop,
-            arm=one.arm.name,
-            native=one.arm.native,
-            figures=one.figures(),
-            ratios=_ratios(one, by_name.get(one.arm.native)),
-            error=one.error,
-        )
-        for one in samples
-    ]
 
 
 def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:

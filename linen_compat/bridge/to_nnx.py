@@ -1,8 +1,8 @@
 """Wraps Linen modules as NNX modules."""
 
 import contextlib
-import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -316,7 +316,7 @@ def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
 
 
 def _at(module: nnx.Module, path: Path) -> Variable:
-    variable: Variable = functools.reduce(getattr, path, module)
+    variable: Variable = operator.attrgetter(".".join(path))(module)
     return variable
 
 
