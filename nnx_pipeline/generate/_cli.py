@@ -10,14 +10,8 @@ import click
 
 from nnx_pipeline.config._overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.config import Config, to_dict
-from nnx_pipeline.lab._cli.options import (
-    COUNT,
-    bundled,
-    config_of,
-    config_options,
-    json_option,
-    place_options,
-)
+from nnx_pipeline.lab._cli import options
+from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
 from nnx_pipeline.lab._files import say, write_output
@@ -40,19 +34,18 @@ class Stored:
         """The config of the model: of `--config`, of `--model`, or of the checkpoint itself."""
         if self.config_name is not None and chosen.model is not None:
             raise InputError("--config and --model name one config each; leave one of them out")
-        own = offered.stored_config(self.checkpoint)  # first, so that a missing checkpoint is named
+        config = offered.stored_config(self.checkpoint)  # first: a missing checkpoint is named
         if chosen.model is not None:
-            config: Config = config_of(chosen)
-            return config
-        found = own
+            preset: Config = options.config_of(chosen)
+            return preset
         if self.config_name is not None:
-            found = offered.read_config(self.config_name, self.checkpoint)
-        if found is None:
+            config = offered.read_config(self.config_name, self.checkpoint)
+        if config is None:
             raise InputError(
                 f"{self.checkpoint} does not hold the config of its model; give it with --config "
                 "FILE or --model PRESET"
             )
-        return apply_overrides(found, parse_overrides(chosen.assignments))
+        return apply_overrides(config, parse_overrides(chosen.assignments))
 
     def departures(self, config: Config, offered: Checkpoints) -> list[str]:
         """A sentence on each field of the model that is not as the checkpoint's own config says."""
@@ -91,10 +84,6 @@ class Prompts:
             return tuple(tuple(tokenizer.encode(text)) for text in self.texts)
         return tuple(_ids("--tokens", text) for text in self.token_lists)
 
-    def shown(self) -> tuple[str, ...]:
-        """What is shown before the new text of each prompt: its text, or nothing for tokens."""
-        return self.texts or ("",) * len(self.token_lists)
-
 
 @dataclass(frozen=True)
 class Drawing:
@@ -108,8 +97,7 @@ class Drawing:
     end_token: str | None
 
     def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
-        from nnx_pipeline.generate.loop import Request
-        from nnx_pipeline.generate.sampling import Sampling
+        from nnx_pipeline.generate import Request, Sampling
 
         if self.end_token is not None:
             ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
@@ -154,7 +142,7 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         "YAML with model, pipeline and train, or a preset.",
     ),
 )
-@config_options(required=False)
+@options.config_options(required=False)
 @bundled(
     "prompts",
     Prompts,
@@ -213,8 +201,8 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         help="Tokens after which a text ends, or `none`. By default those of the tokenizer.",
     ),
 )
-@place_options
-@json_option
+@options.place_options
+@options.json_option
 def generate_command(
     stored: Stored,
     chosen: Chosen,
@@ -257,8 +245,9 @@ def generate_command(
             made = generate(model, request, progress=lambda: advance("tokens"))
     texts = [tokenizer.decode(tokens) if tokenizer else None for tokens in made]
     if json_path != "-":
-        for before, tokens, text in zip(prompts.shown(), made, texts, strict=True):
-            write_output(",".join(map(str, tokens)) if text is None else f"{before}{text}")
+        before = prompts.texts or ("",) * len(made)  # nothing before the text after tokens
+        for prompt, tokens, text in zip(before, made, texts, strict=True):
+            write_output(",".join(map(str, tokens)) if text is None else f"{prompt}{text}")
     result = {
         "schema": 1,
         "checkpoint": stored.checkpoint,

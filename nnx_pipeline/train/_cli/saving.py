@@ -1,4 +1,4 @@
-"""`--checkpoint-dir`, `--save-every` and `--resume` of `nnx-pipeline train`."""
+"""The options of `nnx-pipeline train`, and how it saves its steps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from nnx_pipeline.train.step import TrainState
 
 KEPT = "saved steps are kept; the same command with --resume goes on after the newest"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The values of `--steps`, `--seed` and `--data`."""
+
+    steps: int
+    seed: int
+    data: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -112,8 +121,13 @@ class Saver:
         if self.found is None:
             return None
         ending.add_note(KEPT)
-        with _cure(self.found):
+        try:
             return self.offered.load_newest(self.found, config, mesh)
+        except InputError as error:
+            raise InputError(
+                f"{error}; to go on from the step before it, remove {self.found.newest} and use "
+                "--resume again"
+            ) from error
 
     def is_due(self, step: int) -> bool:
         """Whether a step that is not the last is to be saved."""
@@ -144,14 +158,3 @@ def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):
         return f"remove {folder / str(newest)}, and go on with --resume and a lower {lower}"
     return f"remove {folder}, and begin again with a lower {lower}"
-
-
-@contextmanager
-def _cure(run: SavedRun) -> Iterator[None]:
-    """Adds to an error about the newest step how to go on without it."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(
-            f"{error}; to go on from the step before it, remove {run.newest} and use --resume again"
-        ) from error

@@ -19,9 +19,7 @@ from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.ops._router import RouterMetrics
-from nnx_pipeline.train._cli.options import Run
-from nnx_pipeline.train._cli.saving import Folder, Saver, way_on
+from nnx_pipeline.train._cli.saving import Folder, Run, Saver, way_on
 from nnx_pipeline.train._saved import Origin
 from nnx_pipeline.train._text import Texts, Windows, bigram_entropy, entropy_of, read_texts
 from nnx_pipeline.train.loop import MOST_WEIGHT, is_finite, largest_weight, train
@@ -34,13 +32,13 @@ class Trained:
 
     - `first`: how many steps were done before it began.
     - `held_out`: the losses on the held-out text at its end, for JSON; None without a text.
-    - `router`: of the last step; None where no step was left to do.
+    - `router`: what the routers reported at the last step, for JSON; None without any.
     """
 
     first: int
     losses: list[float]
     held_out: dict[str, Any] | None
-    router: RouterMetrics | None
+    router: dict[str, Any] | None
 
     def words(self) -> str:
         last = self.first + len(self.losses)
@@ -123,8 +121,10 @@ def train_and_save(
                     if saver is not None:
                         advance("saving", 0)
                         saver.save(state)
-    router = router if config.model.num_experts > 1 else None
-    return Trained(first, losses, _held_out(loss, texts, config), router)
+    reported = None
+    if router is not None and config.model.num_experts > 1:
+        reported = {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
+    return Trained(first, losses, _held_out(loss, texts, config), reported)
 
 
 def report(trained: Trained, title: str, about: dict[str, Any], json_path: str | None) -> None:
@@ -136,15 +136,8 @@ def report(trained: Trained, title: str, about: dict[str, Any], json_path: str |
             f"{held_out['bigram_loss']:.4f}",
             json_path=json_path,
         )
-    result = {
-        "schema": 1,
-        **about,
-        "resumed_after": trained.first,
-        "losses": trained.losses,
-        "router": _of_router(trained.router),
-        "held_out": held_out,
-    }
-    emit_json(json_path, result)
+    about |= {"resumed_after": trained.first, "losses": trained.losses}
+    emit_json(json_path, {"schema": 1, **about, "router": trained.router, "held_out": held_out})
 
 
 def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
@@ -181,9 +174,3 @@ def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[s
         "bytes": len(texts.held_out),
         "training_bytes": len(texts.training),
     }
-
-
-def _of_router(router: RouterMetrics | None) -> dict[str, object] | None:
-    if router is None:
-        return None
-    return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
