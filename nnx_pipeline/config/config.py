@@ -26,25 +26,18 @@ class TrainConfig:
 
     global_batch: int = 16
     """Sequences of one training step, over all devices and microbatches."""
-
     sequence_length: int = 1024
     """Tokens of a sequence."""
-
     learning_rate: float = 3e-4
     """Learning rate of AdamW, the same at every step."""
-
     adam_b1: float = 0.9
     """Decay rate of the first moment of the gradients."""
-
     adam_b2: float = 0.95
     """Decay rate of the second moment of the gradients."""
-
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
-
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to every parameter."""
-
     clip_norm: float | None = 1.0
     """The largest global norm of the gradients; larger ones are scaled down to it.
 
@@ -121,13 +114,10 @@ class TrainConfig:
             raise InputError(
                 f"clip_norm={self.clip_norm!r} must be above 0; set it to None to clip nothing"
             )
-        errors.divides(
-            self.loss_chunks,
-            self.sequence_length,
-            rule=f"sequence_length={self.sequence_length} does not split into "
-            f"loss_chunks={self.loss_chunks} pieces",
-            cure="or set train.loss_chunks to a number that divides it, such as 1",
-        )
+        length, chunks = self.sequence_length, self.loss_chunks
+        rule = f"sequence_length={length} does not split into loss_chunks={chunks} pieces"
+        cure = "or set train.loss_chunks to a number that divides it, such as 1"
+        errors.divides(chunks, length, rule=rule, cure=cure)
 
     def loss_chunks_of(self, microbatches: int) -> int:
         """The number of pieces for one of so many microbatches.
@@ -149,10 +139,8 @@ class Config:
 
     model: ModelConfig
     """The architecture."""
-
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How the layers run over the `stage` axis of the mesh."""
-
     train: TrainConfig = field(default_factory=TrainConfig)
     """The batch, the loss and the optimizer."""
 
@@ -175,12 +163,9 @@ class Config:
                 )
 
     def _check_batch(self, microbatches: int) -> None:
-        errors.divides(
-            microbatches,
-            self.train.global_batch,
-            rule=f"a batch of {self.train.global_batch} (train.global_batch) does not split into "
-            f"{microbatches} microbatches",
-        )
+        batch = self.train.global_batch
+        rule = f"a batch of {batch} (train.global_batch) does not split into"
+        errors.divides(microbatches, batch, rule=f"{rule} {microbatches} microbatches")
 
     def layers_per_stage(self, stages: int) -> int:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
@@ -221,22 +206,17 @@ class Config:
         if not self.pipeline.pad_layers:
             dense = f" - num_dense_layers={model.num_dense_layers}"
             which = f"{model.num_layers}{dense if model.num_dense_layers else ''}"
-            rule = f"model.num_layers={which} does not split into "
-            yield (
-                mesh.stage * repeats,
-                model.num_pipeline_layers,
-                f"{rule}{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}",
-            )
-            kinds = len(model.of_kinds)
-            per_stage = self.layers_per_stage(mesh.stage)
+            parts = f"{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}"
+            rule = f"model.num_layers={which} does not split into {parts}"
+            yield mesh.stage * repeats, model.num_pipeline_layers, rule
+            kinds, per_stage = len(model.of_kinds), self.layers_per_stage(mesh.stage)
             rule = f"{do_not_split(per_stage, 'layer')} by model.full_attention_every={kinds}"
             yield kinds, per_stage, f"on a stage {rule}"
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
-            if size is None:
-                continue
             rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
-            yield divisor, size, rule
+            if size is not None:
+                yield divisor, size, rule
         if self.train.shard_optimizer_over_data:
             shards = mesh.product("fsdp", "expert", "data")
             for name in ("embed_dim", "kv_lora_rank", "q_lora_rank"):
@@ -267,11 +247,8 @@ class Config:
             raise InputError(
                 f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
             )
-        errors.divides(
-            stages,
-            microbatches,
-            rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
-        )
+        rule = f"pipeline.num_microbatches={microbatches} does not split over stage={stages}"
+        errors.divides(stages, microbatches, rule=rule)
         fewest = self.pipeline.forwarding_delay * stages
         if microbatches < fewest:
             raise InputError(
@@ -303,12 +280,9 @@ class Config:
             cure="for the batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
-        errors.is_divisor(
-            parts,
-            own,
-            rule=f"a device has {counted(own, 'sequence')} of a microbatch, which "
-            f"pipeline.batch_split={parts} does not divide",
-        )
+        rule = f"a device has {counted(own, 'sequence')} of a microbatch, which "
+        rule += f"pipeline.batch_split={parts} does not divide"
+        errors.is_divisor(parts, own, rule=rule)
 
     def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
@@ -321,11 +295,11 @@ class Config:
         names = ("load_balance_weight", *["router_z_loss_weight"] * segments)
         weighed = [name for name in names if getattr(self.train, name) > 0]
         if weighed and self.pipeline.num_microbatches is None and default > 1:
+            name, weight = weighed[0], getattr(self.train, weighed[0])
             raise InputError(
-                f"the router's loss, which train.{weighed[0]}="
-                f"{getattr(self.train, weighed[0])} adds, depends on the number of microbatches, "
-                "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
-                f"{default}); set pipeline.num_microbatches={default}, on every mesh"
+                f"the router's loss, which train.{name}={weight} adds, depends on the number of "
+                "microbatches, and pipeline.num_microbatches=None makes that depend on the mesh "
+                f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
             )
 
 

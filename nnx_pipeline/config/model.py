@@ -31,13 +31,10 @@ class ModelConfig:
 
     embed_dim: int
     """Width of the residual stream."""
-
     mlp_dim: int
     """Hidden units of the MLP, or of each expert."""
-
     num_layers: int
     """Decoder layers of the whole model, over all stages and repeats."""
-
     num_dense_layers: int = 0
     """How many of the first layers have a dense MLP although the others have experts (DeepSeek).
 
@@ -47,13 +44,10 @@ class ModelConfig:
 
     dense_mlp_dim: int | None = None
     """Hidden units of the MLP of the `num_dense_layers`; None if there are none."""
-
     num_heads: int
     """Query heads of a layer; a multiple of `num_kv_heads`."""
-
     num_kv_heads: int
     """Key-value heads of a layer, each read by `num_heads / num_kv_heads` query heads."""
-
     head_dim: int
     """Width of one head; even, because rotary embeddings rotate pairs of values.
 
@@ -71,34 +65,24 @@ class ModelConfig:
 
     q_lora_rank: int | None = None
     """Width of the latent vector from which queries are made; None makes them from the stream."""
-
     rope_head_dim: int | None = None
     """How many numbers of a head are rotated, with `kv_lora_rank`; their key is the same in all."""
-
     value_head_dim: int | None = None
     """Width of a value head, with `kv_lora_rank`."""
-
     num_experts: int = 1
     """Experts of a layer; 1 means an ordinary dense MLP without a router."""
-
     num_experts_per_token: int = 1
     """Experts that the router chooses for each token; at most `num_experts`."""
-
     dtype: str = "bfloat16"
     """Dtype of activations and matrix products: `bfloat16`, `float16` or `float32`."""
-
     param_dtype: str = "float32"
     """Dtype in which parameters are stored: `bfloat16`, `float16` or `float32`."""
-
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
-
     norm_scale_offset: float = 0.0
     """Added to the scale of every RMSNorm; 1.0 for models whose scale is stored around 0."""
-
     rope_theta: float = 1e6
     """Base of the rotary embedding: pair i turns by position / theta^(2i / head_dim) radians."""
-
     rope_interleaved: bool = False
     """Whether a pair is two neighbours, x[2i] and x[2i+1], rather than x[i] and x[i + head_dim/2].
 
@@ -119,19 +103,14 @@ class ModelConfig:
 
     rope_factor: float | None = None
     """By how much `rope_scaling` slows angles down, 1 or more; 8 in Llama 3.1."""
-
     rope_original_length: int | None = None
     """Tokens of the sequences that the model was first trained on; for `llama3` and `yarn`."""
-
     rope_low_frequency: float | None = None
     """Turns in the original length up to which `llama3` and `yarn` slow a pair down in full."""
-
     rope_high_frequency: float | None = None
     """Turns in the original length from which on `llama3` and `yarn` leave a pair as it is."""
-
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
-
     attention_bias: Literal["qkv", "all"] | None = None
     """Which projections of attention have a bias; None for none of them.
 
@@ -195,7 +174,6 @@ class ModelConfig:
 
     sliding_window: int | None = None
     """How many tokens a query reads: itself and tokens before it; None for all before it."""
-
     full_attention_every: int | None = None
     """Every how many layers one reads all tokens before it, without the `sliding_window`.
 
@@ -245,10 +223,8 @@ class ModelConfig:
 
     router_normalize: bool = True
     """Whether the weights of the chosen experts are divided by their sum."""
-
     router_scale: float = 1.0
     """Multiplies the weights of the chosen experts."""
-
     router_bias: bool = False
     """Whether a bias per expert is added to the scores by which experts are chosen.
 
@@ -271,7 +247,6 @@ class ModelConfig:
 
     router_groups_per_token: int = 1
     """Groups that the experts of a token are chosen from; at most `router_groups`."""
-
     num_shared_experts: int = 0
     """Experts that every token goes through, beside the experts that the router chooses.
 
@@ -345,14 +320,10 @@ class ModelConfig:
         errors.whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
         errors.whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
         errors.whole(self, "num_experts_per_token")
-        errors.divides(
-            self.num_kv_heads,
-            self.num_heads,
-            rule=f"num_heads={self.num_heads} does not split over num_kv_heads={self.num_kv_heads}",
-        )
-        errors.divides(
-            2, self.head_dim, rule=f"head_dim={self.head_dim} must be even for rotary embeddings"
-        )
+        heads, groups, width = self.num_heads, self.num_kv_heads, self.head_dim
+        rule = f"num_heads={heads} does not split over num_kv_heads={groups}"
+        errors.divides(groups, heads, rule=rule)
+        errors.divides(2, width, rule=f"head_dim={width} must be even for rotary embeddings")
         if self.num_experts_per_token > self.num_experts:
             raise InputError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds "

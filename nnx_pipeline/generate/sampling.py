@@ -27,7 +27,6 @@ class Sampling:
 
     top_k: int | None = None
     """Only so many of the likeliest tokens are drawn from, and those as likely as the last."""
-
     top_p: float | None = None
     """Only the likeliest tokens that together have this probability are drawn from.
 
