@@ -25,9 +25,8 @@ NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
 class Style:
     """One style in which the layers are written.
 
-    - `native`: the name of the arm whose layer this one wraps, with which its figures are compared;
-      of a native style its own.
-    - `make`: makes a layer from a config and `rngs` (NNX) or a name (Linen).
+    `native` is the name of the arm whose layer this one wraps, or its own. `make` makes a layer
+    from a config and `rngs` (NNX) or a name (Linen).
     """
 
     name: str
@@ -40,9 +39,7 @@ class Style:
 class LayersProgram:
     """The computation that is measured, for one arm in one loop.
 
-    - `init`: makes the parameters of all layers.
     - `loss`: (parameters, x) to the mean square of the last layer's result.
-    - `x`: the input of the first layer, as an abstract array.
     - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
     """
 

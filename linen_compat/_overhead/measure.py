@@ -68,10 +68,8 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 class OverheadRow:
     """The figures of one arm in one loop.
 
-    - `native`: the arm that it is compared with.
-    - `ratios`: each figure divided by the native arm's. A ratio of seconds is the median of the
-      ratios within each repetition, in which other work on the machine affects both arms alike; it
-      need not be the ratio of the medians.
+    - `ratios`: each figure divided by the arm's `native`. A ratio of seconds is the median of the
+      ratios within each repetition, in which other work on the machine affects both arms alike.
     - `error`: why there are no figures, None where there are.
     """
 
@@ -227,8 +225,7 @@ def _lowered(
 ) -> tuple[PyTree, jax.stages.Lowered]:
     """The abstract parameters and the lowered program, made from empty caches.
 
-    `note` is called with the name of each part and its seconds of processor time, and tracing and
-    lowering are within `profiled`.
+    `note` is called with the name of each part and its seconds of processor time.
     """
     jax.clear_caches()
     forget_blueprints()

@@ -120,8 +120,7 @@ def _latent(config: ModelConfig) -> tuple[Names, ...]:
 def linen_paths(module: nnx.Module) -> dict[Path, Path]:
     """The Linen path of every parameter of a class of this project, by NNX path.
 
-    The outermost such class decides the names below it. All other paths are the same in NNX and in
-    Linen.
+    The outermost such class decides the names below it.
     """
     found: dict[Path, Path] = {}
     # Outer modules come first, and `setdefault` keeps the names that they give.

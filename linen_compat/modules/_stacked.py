@@ -164,8 +164,8 @@ class EarlyTree:
 class StackedLayers(nnx.Module):
     """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
 
-    - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
-    - `weights`: `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`.
+    `weights` are `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`,
+    and `paths` say where each belongs in the tree of a layer, with `/` between names.
     """
 
     def __init__(
@@ -255,8 +255,7 @@ def axes_of_box(leaf: PyTree) -> Names:
 def place_in_nnx(path: str) -> tuple[str, ...]:
     """A sort key: the weights of a decoder layer in the order of the NNX layer.
 
-    Compilers fuse by the order in which a loop carries arrays. In another order the same sums round
-    differently.
+    In another order a loop carries the arrays, and fuses, differently, and sums round differently.
     """
     return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
 

@@ -18,11 +18,7 @@ from nnx_pipeline.pipeline import MicrobatchMean
 
 
 class _DecoderLayer(Configured):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates.
-
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    - `remat`: what the experts of Mixtral keep for the backward pass.
-    """
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates."""
 
     config: ModelConfig
     layout: Layout = Layout()

@@ -109,8 +109,7 @@ class CircularPipeline(Configured):
     ) -> StackedLayers:
         """The stacked layers, which are made now under `init`.
 
-        - `row`, `dtype`: the shape of one sequence of activations, and their dtype.
-        - `side`: what a layer reads besides, `[batch, …]` each.
+        `row` is the shape of one sequence of activations; `side` is what a layer reads besides.
         """
         runner = self.runner
         module = self.layer.clone(parent=None, name=None)

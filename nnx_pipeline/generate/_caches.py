@@ -25,10 +25,7 @@ from nnx_pipeline.sharding.layout import (
 
 
 def rows_on(mesh: MeshConfig) -> int:
-    """The number that a batch on a mesh must be a multiple of.
-
-    Each stage works on another microbatch, whose sequences are on different devices.
-    """
+    """The number that a batch must be a multiple of: each stage works on another microbatch."""
     return mesh.product("stage", "data", "fsdp", "expert")
 
 
@@ -66,9 +63,9 @@ def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
 
     It shares the parameters. Call this in a jitted function, under the mesh on which the model was
     made, and call the result with token ids `[batch, seq]` for the first tokens of each sequence,
-    then with one token of each and its position. Every call changes the caches (`nnx.Cache`
-    variables), which are `[repeats, stages, layers per stage, microbatches, …]` and sharded over
-    stages, sequences and key-value heads.
+    then with one token of each and its position. Every call changes the caches (`nnx.Cache`),
+    `[repeats, stages, layers per stage, microbatches, …]`, sharded over stages, sequences and
+    key-value heads.
     """
     found, microbatches = generation_config(model.config), ambient_mesh().stage
     pipeline = dataclasses.replace(found.pipeline, num_microbatches=microbatches)

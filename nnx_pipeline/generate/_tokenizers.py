@@ -68,12 +68,10 @@ class FromFile:
 
 
 def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer for the model of a checkpoint.
+    """The tokenizer for the model of a checkpoint; raises InputError where there is none that fits.
 
     - `name`: `bytes`, or a `tokenizer.json` or the folder of one; None for the `tokenizer.json` of
       the checkpoint, or where there is none for bytes if the vocabulary is that of bytes.
-
-    Raises InputError where there is none, and for one with more tokens than the model.
     """
     if name is None and (local(checkpoint) / FILE).is_file():
         name = checkpoint

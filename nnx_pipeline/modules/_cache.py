@@ -16,9 +16,8 @@ from nnx_pipeline.sharding.layout import P
 class KeyValueCache(nnx.Module):
     """The keys and values of one attention layer: of the token at position p in slot p.
 
-    No token reads the slot of a later one. So sequences of a batch may have different lengths: what
-    padding leaves behind the end of a shorter one is overwritten by the tokens that come to stand
-    there, before they or later ones read it.
+    No token reads the slot of a later one, so that sequences of a batch may have different lengths:
+    what padding leaves behind a shorter one is overwritten before it is read.
     """
 
     def __init__(self, config: ModelConfig, *, batch: int, slots: int) -> None:

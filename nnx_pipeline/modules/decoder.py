@@ -42,8 +42,6 @@ class Ends:
 
     - `embed`: (`table`, token ids `[…, seq]`, sharding of the result) to `[…, seq, embed]`.
     - `norm`: (`scale`, `[…, seq, embed]`) to the same.
-    - `head`: the head's kernel, `[embed, vocab]`.
-    - `layout`: of these weights.
     - `early`, `early_layers`: runs these layers between embedding and pipeline; None for none.
     """
 
@@ -224,17 +222,14 @@ def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
 class Mixtral(nnx.Module):
     """A decoder-only transformer of Mixtral, Llama or DeepSeek, pipelined when the mesh has stages.
 
-    - `config`: of the model, the pipeline and the training.
     - `rngs`: its `params` stream gives the initial values, which do not depend on the mesh.
     - `layout`: which mesh axes each logical axis is sharded over.
 
     Made and called under `jax.set_mesh`, its parameters are created in their shardings; without a
     mesh it is an ordinary single-device model. All layers are one stacked module in
     `self.pipeline`, see `CircularPipeline`, except for dense layers before layers with experts,
-    which are one in `self.dense_layers`, see `EarlyLayers`.
-
-    Raises InputError when the mesh cannot hold the weights; a batch is checked when the model is
-    called with it.
+    which are one in `self.dense_layers`. Raises InputError when the mesh cannot hold the weights; a
+    batch is checked when the model is called with it.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
@@ -281,9 +276,7 @@ class Mixtral(nnx.Module):
     def hidden(
         self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> tuple[Array, RouterMetrics]:
-        """The output of the final norm, and what the routers report.
-
-        - `tokens`, `positions`, `segment_ids`: `[batch, seq]` integers, as in a call.
+        """The output of the final norm, and what the routers report; arguments as in a call.
 
         The output has the axes `self.pipeline.batches.axes`: it is `[batch, seq, embed]`, or on a
         mesh with stages `[microbatches, microbatch, seq, embed]` with the first axis sharded over
@@ -313,12 +306,11 @@ class Mixtral(nnx.Module):
           reduce-scatters.
 
         Cross-entropy is Σ weights · entropy of the targets; the router's losses are added with the
-        weights `train.load_balance_weight` and `train.router_z_loss_weight`. The loss is
-        differentiable with respect to the parameters. With `pipeline.schedule="1f1b"` the forward
-        pass computes its gradient too, and the two parts cannot be differentiated.
-
-        Raises InputError for sequences that `train.loss_chunks` does not divide, and when the
-        gradient with respect to `weights` is asked for.
+        weights `train.load_balance_weight` and `train.router_z_loss_weight`. With
+        `pipeline.schedule="1f1b"` the forward pass computes the gradient with respect to the
+        parameters too, and the two parts cannot be differentiated. Raises InputError for sequences
+        that `train.loss_chunks` does not divide, and when the gradient with respect to `weights` is
+        asked for.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder(shards).loss(tokens, targets, weights, side, key)

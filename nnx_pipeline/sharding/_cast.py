@@ -33,9 +33,8 @@ def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
 
     If all that reads a float32 array takes it in bfloat16, the TPU compiler casts the whole array
     where it comes from: all repeats before the first tick, and the copy lives through the step. It
-    does not move an array that is rounded first. The rounding is part of the cast, so the values
-    are the same; in float16 it would flush what is subnormal. Where the weights are no slices, as
-    with one repeat, the compiler would keep them in float32 beside that copy.
+    does not move an array that is rounded first; in float16 that would flush what is subnormal.
+    With one repeat, without slices, it would keep the weights in float32 beside that copy.
     """
     if _SLICES.get() and (kernel.dtype, jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16):
         kernel = jax.lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=7)

@@ -58,14 +58,13 @@ def dropout(
     """Sets each value to zero with probability `rate`, and divides it by 1 - rate otherwise.
 
     - `x`: any values, `[batch, …]`.
-    - `keys`: one per sequence, `[batch, words]`, which a layer gets where its pipeline is called
+    - `keys`: one per sequence, `[batch, words]`, as a layer gets them where its pipeline is called
       with a key; None leaves `x` as it is.
     - `rate`: a Python number from 0 up to 1, 1 excluded.
     - `number`: tells the calls within a layer apart: each number has a mask of its own.
     - `spec`: the sharding of `x`; None for the one in its type, on a mesh with explicit axes.
 
-    The mask of a sequence depends on its key and the number alone. Raises InputError for another
-    rate or other keys.
+    The mask of a sequence depends on its key and the number alone.
     """
     if not 0 <= rate < 1:
         raise InputError(f"rate={rate} of dropout must be at least 0 and below 1")

@@ -218,10 +218,9 @@ _LEFT_TO_COMPILER = contextvars.ContextVar("left_to_compiler", default=False)
 
 @contextlib.contextmanager
 def left_to_compiler() -> Iterator[None]:
-    """A context in which `place` does nothing in auto mode, for one arm of an experiment.
+    """A context, for one arm of an experiment, in which `place` does nothing in auto mode.
 
-    The compiler then derives how weights and tokens move from the shardings of arguments and
-    results and from the constraints that `hold` makes.
+    The compiler then derives how weights and tokens move from what `hold` says.
     """
     token = _LEFT_TO_COMPILER.set(True)
     try:
@@ -239,11 +238,7 @@ def place(x: Array, spec: P) -> Array:
 
 
 def hold(x: Array, spec: P) -> Array:
-    """As `place`, even within `left_to_compiler`.
-
-    It is for the two things that the compiler is told in any case: where the output of a layer is
-    placed, and that what belongs to a stage is on that stage.
-    """
+    """As `place`, even within `left_to_compiler`: for the places of layer outputs and of stages."""
     if is_explicit():
         x = jax.sharding.reshard(x, spec)
     elif mesh_sizes():
@@ -259,8 +254,7 @@ _constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inlin
 def constrain(x: Array, spec: P) -> Array:
     """Moves an activation to `spec`, unless the spec shards no axis.
 
-    A constraint that shards nothing still leaves a custom call in the program, which XLA may carry
-    through a scan.
+    A constraint that shards nothing still leaves a custom call, which may be carried by a scan.
     """
     return x if is_trivial(spec) else hold(x, spec)
 
@@ -268,9 +262,8 @@ def constrain(x: Array, spec: P) -> Array:
 def spec_of(x: Array, *, stage_axis: int) -> P:
     """The partition spec of `x` for a `shard_map` over the mesh axis `stage`.
 
-    In explicit mode it is the whole spec of the array's type, because a `shard_map` that names
-    `stage` alone gathers the other axes inside (JAX 0.10 and 0.12). In auto mode it names `stage`
-    alone, and XLA keeps the sharding of the others.
+    In explicit mode it is that of the array's type: a `shard_map` that names `stage` alone gathers
+    the other axes inside (JAX 0.10 and 0.12). In auto mode XLA keeps the sharding of the others.
     """
     if is_explicit():
         spec: P = jax.typeof(x).sharding.spec
@@ -298,8 +291,8 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
 def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
     """The array with the shards along one axis, that collectives put together, in another order.
 
-    `found` are the mesh axes in whose order they are, the most significant one first, and `wanted`
-    the same ones in the order in which they shall be. `x` is whole along `axis` on a device.
+    `found` are the mesh axes in whose order they are, and `wanted` the same ones in the new order,
+    the most significant one first. `x` is whole along `axis` on a device.
     """
     if found == wanted:
         return x
@@ -348,8 +341,7 @@ def initial_value(
 def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> Made:
     """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded.
 
-    `mesh` must be the ambient mesh. The result serves as `out_shardings` of a jitted initialisation
-    and as the placement of gradients, in explicit and in auto mode.
+    `mesh` must be the ambient mesh.
     """
 
     def sharding(leaf: Array | Variable) -> NamedSharding | Variable:

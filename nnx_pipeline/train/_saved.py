@@ -19,11 +19,7 @@ RATE = "train.learning_rate"  # may become another one, where that is asked for
 
 @dataclass(frozen=True)
 class Origin:
-    """What decides the batches of a training, beside its config.
-
-    `seed` is also that of the initial values. `text` is the digest of the text (`Texts.digest`),
-    None for generated sequences.
-    """
+    """What decides the batches beside the config; `text` is `Texts.digest`, if any."""
 
     seed: int
     text: str | None

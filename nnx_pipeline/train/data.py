@@ -120,12 +120,9 @@ def learnable_batches(
 ) -> Iterator[Batch]:
     """Endless batches in which nine tokens in ten are determined by the token before them.
 
-    - `config`: gives the vocabulary too.
-    - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
-    - `mesh`, `first`, `layout`, `segment_ids`: as for `batches`.
-
     The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
-    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
+    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats. The same seed gives the same
+    batches on every mesh; the other arguments are as for `batches`.
     """
     rule = Rule(seed, config.model.vocab_size)
     return batches(config, mesh, rule, first=first, layout=layout, segment_ids=segment_ids)

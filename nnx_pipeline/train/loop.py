@@ -22,7 +22,6 @@ class Step(NamedTuple):
     """What a step leaves.
 
     - `state`: donated to the next step; read it before that step begins.
-    - `metrics`: what the step reports.
     """
 
     state: TrainState
@@ -52,7 +51,6 @@ def train(
 ) -> Iterator[Step]:
     """Trains a new or a saved model, and yields what each step leaves.
 
-    - `config`: of the model, the pipeline and the training.
     - `mesh`: the JAX mesh to train on.
     - `steps`: the number of the last step, counted from the beginning of training.
     - `seed`: of the initial values and of generated sequences.
@@ -62,10 +60,9 @@ def train(
 
     The losses depend on config, seed and source; the mesh changes them by rounding only. Batches
     and random numbers are functions of seed and step, so that the losses after a state that was
-    saved and loaded again on the same mesh are those of training without a stop, to the bit. The
-    load balance is that of the microbatches, whose number follows from the number of stages if the
-    config does not give it. Raises InputError where the loss would then depend on it
-    (`check_objective`), and where Adam would divide by zero in the dtype of the parameters.
+    saved and loaded again on the same mesh are those of training without a stop, to the bit. Raises
+    InputError where the loss would depend on the number of stages (`check_objective`), and where
+    Adam would divide by zero in the dtype of the parameters.
     """
     _check_eps(config)
     with jax.set_mesh(mesh):

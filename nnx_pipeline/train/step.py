@@ -52,7 +52,6 @@ class TrainState:
     """Everything that a training step changes, and that is donated to the step.
 
     - `step`: int32 scalar, the number of steps done.
-    - `model`: the model with its parameters.
     - `optimizer`: the state of the optimizer, sharded over `data` too with ZeRO-1.
     """
 
@@ -79,10 +78,8 @@ def loss_of(
 ) -> tuple[Array, tuple[Array, RouterMetrics]]:
     """The loss to minimise, the cross-entropy in it, and what the routers report.
 
-    - `key`: one random key for dropout; None for no dropout.
-    - `shards`: parameters to differentiate with respect to, see `Mixtral.loss`.
-
-    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText.
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText. The arguments are as
+    of `Mixtral.loss`.
     """
     return model.loss(
         batch.tokens,
@@ -100,10 +97,8 @@ def loss_and_gradients(
 ) -> tuple[tuple[Array, tuple[Array, RouterMetrics]], Mixtral]:
     """The values of `loss_of`, and the gradients as the optimizer gets them.
 
-    - `key`: one random key for dropout; None for no dropout.
-
-    The gradients are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over
-    `data` too.
+    They are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over `data`
+    too.
     """
     if model.zero1:  # with respect to the shards
         of_shards = functools.partial(loss_of, model, batch, key)

@@ -47,8 +47,7 @@ class Folder:
         """What saves the steps of a training; None where nothing is to be saved.
 
         `asked` are the fields of the config that the user has set. Within the context no other
-        process can train in the folder. Raises InputError where one does, where there is nothing to
-        resume or something else, and where a new run would overwrite something.
+        process can train in the folder.
         """
         if self.name is None:
             for flag, given in (("--resume", self.resume), ("--save-every", self.every)):

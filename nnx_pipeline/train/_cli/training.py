@@ -28,11 +28,10 @@ from nnx_pipeline.train.step import Metrics, TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to.
+    """What a training came to, from step number `first` on.
 
-    - `first`: how many steps were done before it began.
-    - `held_out`: the losses on the held-out text at its end, for JSON; None without a text.
-    - `router`: what the routers reported at the last step, for JSON; None without any.
+    - `held_out`, `router`: the losses on the held-out text at its end and what the routers reported
+      at the last step, for JSON; None where there are none.
     """
 
     first: int
