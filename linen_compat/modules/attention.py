@@ -5,8 +5,7 @@ from jaxtyping import Array
 
 from linen_compat.formats._names import check_names
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Configured, Kernel, Names
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import Kernel, Names, OfModel
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops._low_precision import product_of
 from nnx_pipeline.ops._self_attention.grouped_query import Projections, QueryKey, self_attention
@@ -18,7 +17,7 @@ INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0
 OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
 
 
-class Attention(Configured):
+class Attention(OfModel):
     """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
@@ -26,9 +25,6 @@ class Attention(Configured):
     A new query kernel is multiplied by `query_gain`, and with `config.qk_norm` so is the scale of
     the query's norm. With attention_scale 1.0 the kernel starts as in MaxText.
     """
-
-    config: ModelConfig
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         config = self.config

@@ -78,13 +78,8 @@ class Decoder(Configured):
             self.dense_layers = self._early_tree.declared(self)
         self.decoder_norm = RMSNorm(model, self.layout)
         if not model.tied_embeddings:
-            self.logits_dense = Kernel(
-                FAN_IN,
-                (model.embed_dim, model.vocab_size),
-                model.param_dtype,
-                ("embed_vocab", "vocab"),
-                self.layout,
-            )
+            shape, names = (model.embed_dim, model.vocab_size), ("embed_vocab", "vocab")
+            self.logits_dense = Kernel(FAN_IN, shape, model.param_dtype, names, self.layout)
 
     def __call__(
         self,
@@ -102,8 +97,7 @@ class Decoder(Configured):
         """The decoder as functions of arrays, over this module's parameters."""
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
-        runner, pipelined = self._runner, self._where() == "pipelined"
-        table, model = embedding.embedding, self.config.model
+        runner, table, model = self._runner, embedding.embedding, self.config.model
         ends = functional.Ends(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
@@ -113,12 +107,11 @@ class Decoder(Configured):
             layout=runner.layout,
             **self._early(runner),
         )
-        run_layers = self.pipeline_module.run if pipelined else self._run_layers
-        run_loss = None
-        if pipelined:
-            width = (model.embed_dim,)
-            run_loss = functools.partial(self.pipeline_module.loss, width=width)
-        return functional.Decoder(self.config, runner, ends, run_layers, run_loss)
+        if self._where() != "pipelined":
+            return functional.Decoder(self.config, runner, ends, self._run_layers, None)
+        pipeline = self.pipeline_module
+        run_loss = functools.partial(pipeline.loss, width=(model.embed_dim,))
+        return functional.Decoder(self.config, runner, ends, pipeline.run, run_loss)
 
     def _early(self, runner: Runner) -> dict[str, PyTree]:
         """The fields of `Ends` about the layers before the pipeline."""

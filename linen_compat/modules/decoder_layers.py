@@ -9,19 +9,17 @@ from linen_compat.modules.attention import Attention
 from linen_compat.modules.feed_forward import DeepSeekMoeBlock, MlpBlock, MoeBlock
 from linen_compat.modules.latent_attention import LatentAttention
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Configured
-from nnx_pipeline import InputError, Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel
+from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.ops._residual import add_to_stream, two_updates
 from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
 
 
-class _DecoderLayer(Configured):
+class _DecoderLayer(OfModel):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates."""
 
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:

@@ -4,20 +4,16 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel, Weight, boxed_parameter
 from nnx_pipeline.ops._embedding import embed
 
 
-class Embed(Configured):
+class Embed(OfModel):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
     - `config`: its `embedding` chooses the method.
     - `layout`: the mesh axes over which each logical axis is sharded.
     """
-
-    config: ModelConfig
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         config = self.config

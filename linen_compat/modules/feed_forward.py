@@ -4,8 +4,7 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.formats._names import check_names
-from linen_compat.modules.parameters import Configured, Kernel, Names, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import Kernel, Names, OfModel, Weight, boxed_parameter
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._low_precision import product_of
@@ -19,15 +18,13 @@ FAN_IN = nn.initializers.lecun_normal()
 OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
-class MlpBlock(Configured):
+class MlpBlock(OfModel):
     """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `width`: its number of hidden units; None for `config.mlp_dim`.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     width: int | None = None
 
     def setup(self) -> None:
@@ -46,11 +43,8 @@ class MlpBlock(Configured):
         return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
 
 
-class Gate(Configured):
+class Gate(OfModel):
     """The kernel of a router, and its bias where it has one."""
-
-    config: ModelConfig
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         config, layout = self.config, self.layout
@@ -69,7 +63,7 @@ class Gate(Configured):
         return self.kernel, self.bias if self.config.router_bias else None
 
 
-class MoeBlock(Configured):
+class MoeBlock(OfModel):
     """Sends each token to its best experts, and reports how the experts were used.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
@@ -78,8 +72,6 @@ class MoeBlock(Configured):
     The router works in the dtype of its input.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
@@ -112,15 +104,13 @@ class MoeBlock(Configured):
         )
 
 
-class DeepSeekMoeBlock(Configured):
+class DeepSeekMoeBlock(OfModel):
     """Routed experts, and beside them a dense MLP for the shared ones, whose results are added.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:

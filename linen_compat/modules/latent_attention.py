@@ -7,8 +7,7 @@ from jaxtyping import Array
 
 from linen_compat.modules.attention import INTO_HEADS, OUT_OF_HEADS
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Configured, Kernel
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import Kernel, OfModel
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops._self_attention.initial import query_initializer
 from nnx_pipeline.ops._self_attention.latent import Latent, LatentProjections, latent_attention
@@ -17,16 +16,13 @@ from nnx_pipeline.ops._self_attention.rotary import rotary_of
 _DOWN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
-class LatentAttention(Configured):
+class LatentAttention(OfModel):
     """Self-attention through latent vectors, from `[batch, seq, embed]` to the same, without bias.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     A new query kernel is multiplied by `query_gain`.
     """
-
-    config: ModelConfig
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         config = self.config

@@ -3,12 +3,11 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel, Weight, boxed_parameter
 from nnx_pipeline.ops._norm import rms_norm
 
 
-class RMSNorm(Configured):
+class RMSNorm(OfModel):
     """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
@@ -16,8 +15,6 @@ class RMSNorm(Configured):
     - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     width: int | None = None
     start: float = 1.0
 

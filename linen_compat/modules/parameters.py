@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._arguments import check_config
-from nnx_pipeline import InputError, Layout
+from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.lab.errors import nearest
 from nnx_pipeline.lab.mesh import is_trivial
 from nnx_pipeline.sharding.layout import MeshAxes, initial_value, is_explicit, place
@@ -126,6 +126,13 @@ class Configured(nn.Module):
         kind = type(self).__dataclass_fields__["config"].type
         check_config(f"the config of {type(self).__name__}", self.config, kind)
         super().__post_init__()
+
+
+class OfModel(Configured):
+    """A part of a model, with the mesh axes over which each logical axis is sharded."""
+
+    config: ModelConfig
+    layout: Layout = Layout()
 
 
 class Kernel(nn.Module):

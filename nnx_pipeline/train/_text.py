@@ -13,7 +13,7 @@ from nnx_pipeline.lab._files import MOST_TEXT, read_text
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.sharding.layout import Layout
-from nnx_pipeline.train.data import Placed
+from nnx_pipeline.train.data import by_rows
 from nnx_pipeline.train.step import Batch, batch_sharding, loss_of
 
 BYTE_VALUES = 256  # token ids of text: one for each value of a byte
@@ -56,7 +56,8 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
         cut = len(document) * 9 // 10
         training.append(document[:cut] + bytes([END]))
         held_out.append(document[cut:] + bytes([END]))
-    found = Texts(*(_tokens(b"".join(parts)) for parts in (training, held_out)))
+    joined = (np.frombuffer(b"".join(parts), np.uint8) for parts in (training, held_out))
+    found = Texts(*(tokens.astype(np.int32) for tokens in joined))
     if len(found.held_out) <= length:
         raise InputError(
             "the tenth of each file of --data that is held out, with a token that ends it, makes "
@@ -64,10 +65,6 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
             "lower train.sequence_length"
         )
     return found
-
-
-def _tokens(text: bytes) -> np.ndarray:
-    return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     train = model.config.train
     contexts, targets = in_sequences(tokens, train.sequence_length)
     count, batch = len(contexts), train.global_batch
-    placed = Placed((batch, train.sequence_length), batch_sharding(mesh, Layout()))
+    shape, sharding = (batch, train.sequence_length), batch_sharding(mesh, Layout())
     total = 0.0
     for first in range(0, count, batch):
 
@@ -106,7 +103,7 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
             given = array[first : first + batch]
             # The last batch is filled up with sequences of weight 0.
             filled = np.pad(given, ((0, batch - len(given)), (0, 0)))
-            return placed(lambda start, stop: filled[start:stop])
+            return by_rows(shape, sharding, lambda start, stop: filled[start:stop])
 
         weights = np.ones(contexts.shape, np.float32)
         with jax.set_mesh(mesh):

@@ -57,13 +57,9 @@ def batches(
     size, length = config.train.global_batch, config.train.sequence_length
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         devices = layout.size("whole_batch")
-    divides(
-        devices,
-        size,
-        rule=f"train.global_batch={size} does not split over the {devices} devices that share a "
-        "batch",
-    )
-    placed = Placed((size, length), batch_sharding(mesh, layout))
+    rule = f"train.global_batch={size} does not split over the {devices} devices that share a batch"
+    divides(devices, size, rule=rule)
+    placed = functools.partial(by_rows, (size, length), batch_sharding(mesh, layout))
 
     def ones(dtype: type) -> jax.Array:
         return placed(lambda start, stop: np.ones((stop - start, length), dtype))
@@ -128,22 +124,17 @@ def learnable_batches(
     return batches(config, mesh, rule, first=first, layout=layout, segment_ids=segment_ids)
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Makes an array `[rows, columns]`, of which each process makes the rows of its own devices."""
+def by_rows(
+    shape: tuple[int, int], sharding: NamedSharding, make: Callable[[int, int], np.ndarray]
+) -> jax.Array:
+    """An array of rows `make(start, stop)`; each process makes those of its own devices."""
 
-    shape: tuple[int, int]
-    sharding: NamedSharding
+    def of_device(index: Any) -> np.ndarray:
+        rows, columns = index
+        start, stop, _ = rows.indices(shape[0])
+        return make(start, stop)[:, columns]
 
-    def __call__(self, make: Callable[[int, int], np.ndarray]) -> jax.Array:
-        """The array whose rows `start` to `stop` are `make(start, stop)`."""
-
-        def of_device(index: Any) -> np.ndarray:
-            rows, columns = index
-            start, stop, _ = rows.indices(self.shape[0])
-            return make(start, stop)[:, columns]
-
-        return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+    return jax.make_array_from_callback(shape, sharding, of_device)
 
 
 @dataclass(frozen=True)

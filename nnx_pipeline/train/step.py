@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config.config import Config, TrainConfig
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules.decoder import Mixtral
@@ -23,8 +23,7 @@ from nnx_pipeline.train.optimizer import global_norm, make_optimizer
 
 _Tree = TypeVar("_Tree", bound=PyTree)
 
-# (config, rngs=…) to a model of that config.
-MakeModel = Callable[..., Mixtral]
+MakeModel = Callable[..., Mixtral]  # (config, rngs=…) to a model of that config
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -168,7 +167,7 @@ def make_state(
 
     Raises InputError where another mesh is set, or none.
     """
-    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, seed)
+    make = functools.partial(_make_state, config, make_model, seed)
     shardings = _state_shardings(jax.eval_shape(make), mesh)
     state: TrainState = jax.jit(make, out_shardings=shardings)()
     return state
@@ -179,8 +178,7 @@ def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtra
 
     Call it under `jax.set_mesh` too.
     """
-    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
-    shapes = jax.eval_shape(make)
+    shapes = jax.eval_shape(functools.partial(_make_state, config, make_model, 0))
     state: TrainState = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -198,14 +196,9 @@ def abstract_batch(
     """
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return Batch(
-        tokens=ids,  # type: ignore[arg-type]
-        targets=ids,  # type: ignore[arg-type]
-        weights=weights,  # type: ignore[arg-type]
-        segment_ids=ids if segment_ids else None,  # type: ignore[arg-type]
-    )
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return Batch(tokens=ids, targets=ids, weights=weights, segment_ids=ids if segment_ids else None)
 
 
 def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
@@ -227,9 +220,9 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> jax.stages.Wrapped:
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: int) -> TrainState:
-    model = make_model(rngs=nnx.Rngs(seed))
-    optimizer = make_optimizer(train).init(optimized(model))
+def _make_state(config: Config, make_model: MakeModel, seed: int) -> TrainState:
+    model = make_model(config, rngs=nnx.Rngs(seed))
+    optimizer = make_optimizer(config.train).init(optimized(model))
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
 
 
