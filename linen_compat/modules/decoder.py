@@ -79,7 +79,7 @@ class Decoder(Configured):
         self.decoder_norm = RMSNorm(model, self.layout)
         if not model.tied_embeddings:
             shape, names = (model.embed_dim, model.vocab_size), ("embed_vocab", "vocab")
-            self.logits_dense = Kernel(FAN_IN, shape, model.param_dtype, names, self.layout)
+            self.logits_dense = Kernel(self.layout, model.param_dtype, FAN_IN, shape, names)
 
     def __call__(
         self,

@@ -1,5 +1,7 @@
 """The part of a layer after attention: a dense MLP, or routed experts, with others or without."""
 
+import functools
+
 from flax import linen as nn
 from jaxtyping import Array
 
@@ -30,10 +32,7 @@ class MlpBlock(OfModel):
     def setup(self) -> None:
         config, width = self.config, self.width or self.config.mlp_dim
         into, out_of = (config.embed_dim, width), (width, config.embed_dim)
-
-        def kernel(shape: tuple[int, ...], names: Names) -> Kernel:
-            return Kernel(FAN_IN, shape, config.param_dtype, names, self.layout)
-
+        kernel = functools.partial(Kernel, self.layout, config.param_dtype, FAN_IN)
         self.wi_0 = kernel(into, ("embed", "mlp"))
         self.wi_1 = kernel(into, ("embed", "mlp"))
         self.wo = kernel(out_of, ("mlp", "embed"))
@@ -51,9 +50,8 @@ class Gate(OfModel):
         # The kernels of DeepSeek's routers have another name of this axis.
         names: Names = ("embed_moe" if config.kv_lora_rank else "embed", None)
         shape = (config.embed_dim, config.num_experts)
-        self.kernel = boxed_parameter(
-            self, "kernel", Weight(FAN_IN, shape, config.param_dtype, names), layout
-        )
+        weight = Weight(FAN_IN, shape, config.param_dtype, names)
+        self.kernel = boxed_parameter(self, "kernel", weight, layout)
         if config.router_bias:
             zeros = Weight(nn.initializers.zeros, shape[1:], "float32", (None,))
             self.bias = boxed_parameter(self, "bias", zeros, layout)

@@ -30,24 +30,24 @@ class LatentAttention(OfModel):
         rank, value_dim = config.kv_lora_rank, config.value_head_dim
         assert rank is not None, "the config has checked it"
         assert value_dim is not None, "the config has checked it"
-        kernel = functools.partial(Kernel, dtype=config.param_dtype, layout=self.layout)
+        kernel = functools.partial(Kernel, self.layout, config.param_dtype)
 
         query_init = query_initializer(INTO_HEADS, config)
         if config.q_lora_rank is None:
             names = ("embed", "q_heads", "kv")
-            self.query = kernel(query_init, (embed, heads, head_dim), names=names)
+            self.query = kernel(query_init, (embed, heads, head_dim), names)
         else:
             source, names = config.q_lora_rank, ("q_lora", "q_heads", "kv")
-            self.wq_a = kernel(_DOWN, (embed, source), names=("embed", "q_lora_up_proj"))
+            self.wq_a = kernel(_DOWN, (embed, source), ("embed", "q_lora_up_proj"))
             self.q_norm = RMSNorm(config, self.layout, source)
-            self.wq_b = kernel(query_init, (source, heads, head_dim), names=names)
+            self.wq_b = kernel(query_init, (source, heads, head_dim), names)
         down = (embed, rank + config.rope_dim)
-        self.wkv_a = kernel(_DOWN, down, names=("embed", "kv_lora_up_proj"))
+        self.wkv_a = kernel(_DOWN, down, ("embed", "kv_lora_up_proj"))
         self.kv_norm = RMSNorm(config, self.layout, rank)
         up = (rank, heads, head_dim - config.rope_dim + value_dim)
-        self.wkv_b = kernel(INTO_HEADS, up, names=("kv_lora", "kv_heads", "kv_head_dim"))
+        self.wkv_b = kernel(INTO_HEADS, up, ("kv_lora", "kv_heads", "kv_head_dim"))
         back = (heads, value_dim, embed)
-        self.out = kernel(OUT_OF_HEADS, back, names=("heads", "kv", "embed"))
+        self.out = kernel(OUT_OF_HEADS, back, ("heads", "kv", "embed"))
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None

@@ -138,11 +138,11 @@ class OfModel(Configured):
 class Kernel(nn.Module):
     """A `Weight` as a module of its own, so that its path is `<name of the module>/kernel`."""
 
+    layout: Layout
+    dtype: jax.typing.DTypeLike
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
-    dtype: jax.typing.DTypeLike
     names: Names
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         weight = Weight(self.initializer, self.shape, self.dtype, self.names)
