@@ -864,8 +864,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/train/_saved.py",
-        "if field.name not in HOW[section]",
-        "if field.name in HOW[section]",
+        "if name not in how",
+        "if name in how",
         "test_resume",
     ),
     Mutation(

@@ -68,8 +68,8 @@ class Decoder(Configured):
                 config.pipeline,
                 kind(*options, parent=None),  # unbound: the pipeline makes the parameters
                 model.num_pipeline_layers,
-                layout=self.layout,
-                weights=weight_options(config),
+                self.layout,
+                weight_options(config),
             )
         else:
             apart = [kind(*options) for _ in range(model.num_pipeline_layers)]
@@ -185,11 +185,9 @@ class Decoder(Configured):
 
     @property
     def _runner(self) -> Runner:
+        config, number = self.config, self.config.model.num_pipeline_layers
         runner = make_runner(
-            self.config.pipeline,
-            num_layers=self.config.model.num_pipeline_layers,
-            layout=self.layout,
-            weights=weight_options(self.config),
+            config.pipeline, num_layers=number, layout=self.layout, weights=weight_options(config)
         )
         return dataclasses.replace(runner, at_once=self._where() != "pipelined")
 
@@ -261,13 +259,11 @@ class Transformer(Configured):
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
-        - `positions`: `[batch, seq]` integers; without them a token's position is its place in the
-          sequence.
+        - `positions`: `[batch, seq]` integers; None for a token's place in the sequence.
         - `segment_ids`: `[batch, seq]` integers; without them a row is one sequence.
         """
-        return self.decoder(
-            self.token_embedder, tokens, positions=positions, segment_ids=segment_ids
-        )
+        side = {"positions": positions, "segment_ids": segment_ids}
+        return self.decoder(self.token_embedder, tokens, **side)
 
     def loss(
         self,

@@ -17,12 +17,9 @@ class Embed(OfModel):
 
     def setup(self) -> None:
         config = self.config
-        weight = Weight(
-            nn.initializers.normal(stddev=config.embedding_deviation),
-            (config.vocab_size, config.embed_dim),
-            config.param_dtype,
-            ("vocab", "embed_vocab"),
-        )
+        initial = nn.initializers.normal(stddev=config.embedding_deviation)
+        shape, names = (config.vocab_size, config.embed_dim), ("vocab", "embed_vocab")
+        weight = Weight(initial, shape, config.param_dtype, names)
         self.embedding = boxed_parameter(self, "embedding", weight, self.layout)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
@@ -31,11 +28,5 @@ class Embed(OfModel):
 
     def look_up(self, table: Array, tokens: Array, *, out: P | None = None) -> Array:
         """As `__call__`, with a table `[vocab, embed]` that is passed in."""
-        return embed(
-            table,
-            tokens,
-            method=self.config.embedding,
-            dtype=self.config.dtype,
-            out=out,
-            layout=self.layout,
-        )
+        method, dtype = self.config.embedding, self.config.dtype
+        return embed(table, tokens, method=method, dtype=dtype, out=out, layout=self.layout)

@@ -92,13 +92,9 @@ class MoeBlock(OfModel):
         - `real`: bool `[batch, seq]`, False for padding; None if there is none.
         """
         router, bias = self.gate()
+        kernels = MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias)
         return routed_experts(
-            x,
-            MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias),
-            real,
-            config=self.config,
-            layout=self.layout,
-            remat=self.remat,
+            x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )
 
 

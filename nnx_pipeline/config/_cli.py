@@ -2,8 +2,8 @@
 
 import click
 
-from nnx_pipeline.config._counts import count_parameters
 from nnx_pipeline.config.config import to_dict
+from nnx_pipeline.config.model import count_parameters
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.lab._cli.options import json_option
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nnx_pipeline.config._counts import count_parameters
 from nnx_pipeline.config._fields import MOST_PARAMETERS, MOST_TOKENS, check_choices
-from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config.model import ModelConfig, count_parameters
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.lab import errors
 from nnx_pipeline.lab.errors import InputError, counted, do_not_split

@@ -218,8 +218,7 @@ def generate_command(
     """
     import jax
 
-    from nnx_pipeline.generate._caches import check_generation
-    from nnx_pipeline.generate.loop import generate
+    from nnx_pipeline.generate.loop import check_generation, generate
     from nnx_pipeline.lab._cli.progress import bar, progress
     from nnx_pipeline.lab._report.output import check_writable, emit_json
     from nnx_pipeline.ops._fast_attention.kernels import check_platform
@@ -248,19 +247,9 @@ def generate_command(
         before = prompts.texts or ("",) * len(made)  # nothing before the text after tokens
         for prompt, tokens, text in zip(before, made, texts, strict=True):
             write_output(",".join(map(str, tokens)) if text is None else f"{prompt}{text}")
-    result = {
-        "schema": 1,
-        "checkpoint": stored.checkpoint,
-        "mesh": place.mesh_config.sizes(),
-        "config": to_dict(config),
-        "results": [
-            {
-                "prompt_tokens": list(prompt),
-                "tokens": tokens,
-                "text": text,
-                "ended": tokens[-1] in request.end_tokens,
-            }
-            for prompt, tokens, text in zip(request.prompts, made, texts, strict=True)
-        ],
-    }
-    emit_json(json_path, result)
+    results = []
+    for own, tokens, text in zip(request.prompts, made, texts, strict=True):
+        ended = tokens[-1] in request.end_tokens
+        results.append({"prompt_tokens": list(own), "tokens": tokens, "text": text, "ended": ended})
+    about = {"checkpoint": stored.checkpoint, "mesh": place.mesh_config.sizes()}
+    emit_json(json_path, {"schema": 1, **about, "config": to_dict(config), "results": results})

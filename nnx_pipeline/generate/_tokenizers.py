@@ -21,11 +21,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, and before them the tokens that begin every text."""
-        ...
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens; end tokens and other special ones are left out."""
-        ...
 
 
 class Bytes:

@@ -92,13 +92,10 @@ class Attention(nnx.Module):
         config = self.config
         kernels = (self.query[...], self.key[...], self.value[...], self.out[...])
         biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
+        added = Biases(*(None if bias is None else bias[...] for bias in biases))
         return self_attention(
             x,
-            Projections(
-                *kernels,
-                Biases(*(None if bias is None else bias[...] for bias in biases)),
-                product_of(config),
-            ),
+            Projections(*kernels, added, product_of(config)),
             positions=positions,
             segment_ids=segment_ids,
             kernel=kernel_of(config, self.cache, positions),

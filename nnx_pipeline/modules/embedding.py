@@ -25,11 +25,5 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
         """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""
-        return embed(
-            self.embedding[...],
-            tokens,
-            method=self.method,
-            dtype=self.dtype,
-            out=out,
-            layout=self.layout,
-        )
+        table, layout = self.embedding[...], self.layout
+        return embed(table, tokens, method=self.method, dtype=self.dtype, out=out, layout=layout)

@@ -63,12 +63,8 @@ class RoutedMoE(nnx.Module):
         """
         experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
         bias = self.router_bias[...] if self.config.router_bias else None
+        kernels = MoEKernels(self.router[...], experts, bias)
         mixed, usage = routed_experts(
-            x,
-            MoEKernels(self.router[...], experts, bias),
-            real,
-            config=self.config,
-            layout=self.layout,
-            remat=self.remat,
+            x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )
         return mixed + self.shared(x) if self.config.num_shared_experts else mixed, usage

@@ -87,16 +87,9 @@ class Layout:
 
         These mesh axes no longer shard the batch within a copy.
         """
-
-        def rest(axes: MeshAxes) -> MeshAxes:
-            return tuple(axis for axis in axes if axis not in copy)
-
-        return dataclasses.replace(
-            self,
-            copy=copy,
-            batch=rest(self.batch),
-            batch_beside_experts=rest(self.batch_beside_experts),
-        )
+        batch = tuple(axis for axis in self.batch if axis not in copy)
+        beside = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
+        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=beside)
 
     def gathered(self, over: MeshAxes) -> "Layout":
         """The layout of layers whose weights are gathered over the mesh axes `over`."""

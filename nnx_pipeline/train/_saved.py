@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.lab.errors import InputError
 
 # Fields that say how something is computed and not what: they change numbers by rounding only.
@@ -50,16 +50,13 @@ class SavedRun:
         that the user has set. Raises InputError where the losses would be others.
         """
         run = self.newest.parent
+        before, after = to_dict(self.config), to_dict(config)
+        free = {RATE} if RATE in asked else set()
         changed = [
-            (f"{section}.{field.name}", getattr(was, field.name), getattr(now, field.name))
-            for section, was, now in (
-                ("model", self.config.model, config.model),
-                ("train", self.config.train, config.train),
-            )
-            for field in dataclasses.fields(was)
-            if field.name not in HOW[section]
-            and not (f"{section}.{field.name}" == RATE and RATE in asked)
-            and getattr(was, field.name) != getattr(now, field.name)
+            (f"{section}.{name}", value, after[section][name])
+            for section, how in HOW.items()
+            for name, value in before[section].items()
+            if name not in how and f"{section}.{name}" not in free and value != after[section][name]
         ]
         if changed:
             (key, was, now), *others = changed

@@ -29,7 +29,6 @@ class Source(Protocol):
 
         Tokens are from 0 up to `model.vocab_size`, that excluded.
         """
-        ...
 
 
 def batches(

@@ -29,41 +29,32 @@ class Checkpoints(Protocol):
 
     def read_config(self, name: str, checkpoint: str | Path) -> Config:
         """The config of a file or a preset, for the model of a checkpoint."""
-        ...
 
     def stored_config(self, checkpoint: str | Path) -> Config | None:
         """The config that a checkpoint holds; None where it holds none."""
-        ...
 
     def load(self, checkpoint: str | Path, config: Config, *, mesh: Mesh) -> Mixtral:
         """The model with all parameters of the checkpoint, placed on the mesh."""
-        ...
 
     def claimed(self, run: str | Path) -> AbstractContextManager[None]:
         """Keeps the folder of a run, or of one to be made, to this process."""
-        ...
 
     def begin(self, folder: str | Path, config: Config, origin: Origin) -> None:
         """Writes what a run has beside its steps, into a folder that is claimed."""
-        ...
 
     def check_savable(self, config: Config) -> None:
         """Raises InputError unless the states of a model of this config can be saved."""
-        ...
 
     def save_step(
         self, state: TrainState, folder: str | Path, config: Config, origin: Origin
     ) -> None:
         """Saves a state as a new step of a run; no step is ever there unfinished."""
-        ...
 
     def saved_run(self, folder: str | Path) -> SavedRun | None:
         """The run in a folder, or None where there are no saved steps."""
-        ...
 
     def load_newest(self, run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
         """The state of the newest step, on a mesh."""
-        ...
 
 
 def checkpoints() -> Checkpoints:

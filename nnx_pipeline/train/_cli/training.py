@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nnx_pipeline.config._counts import count_parameters
 from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.model import count_parameters
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
