@@ -63,24 +63,20 @@ def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
     return wrapped
 
 
+def _linen_by(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, name: wrap(DecoderLayer, config.model, name=name)
+
+
+def _to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
+    return to_nnx(linen_layer(config.model), example(config), rngs=rngs)
+
+
 ARMS = (
     Style(NATIVE_NNX, NATIVE_NNX, False, lambda c, rngs: DecoderLayer(c.model, rngs=rngs)),
     Style(NATIVE_LINEN, NATIVE_LINEN, True, lambda c, name: linen_layer(c.model, name=name)),
-    Style(
-        "NNX as Linen", NATIVE_NNX, True, lambda c, name: to_linen(DecoderLayer, c.model, name=name)
-    ),
-    Style(
-        "Linen as NNX",
-        NATIVE_LINEN,
-        False,
-        lambda c, rngs: to_nnx(linen_layer(c.model), example(c), rngs=rngs),
-    ),
-    Style(
-        "Flax ToLinen",
-        NATIVE_NNX,
-        True,
-        lambda c, name: nnx.bridge.to_linen(DecoderLayer, c.model, name=name),
-    ),
+    Style("NNX as Linen", NATIVE_NNX, True, _linen_by(to_linen)),
+    Style("Linen as NNX", NATIVE_LINEN, False, _to_nnx),
+    Style("Flax ToLinen", NATIVE_NNX, True, _linen_by(nnx.bridge.to_linen)),
     Style("Flax ToNNX", NATIVE_LINEN, False, _flax_to_nnx),
 )
 
@@ -107,15 +103,7 @@ def make_program(arm: Style, loop: str, config: Config, mesh: Mesh | None) -> La
     """The program that runs the layers of an arm in one of `LOOPS`."""
     if loop == "pipeline":
         assert mesh is not None, "a pipeline runs on a mesh with stages"
-        if not arm.is_linen:
-            return _pipeline(
-                lambda key: arm.make(config, nnx.Rngs(params=key)),
-                lambda layer, x: layer(x),
-                config,
-                mesh,
-            )
-        layer = arm.make(config, None)
-        return _pipeline(_linen_init(layer, config), layer.apply, config, mesh)
+        return _pipeline(arm, config, mesh)
     if arm.is_linen:
         return _linen((_Unrolled if loop == "unrolled" else _Scanned)(arm, config), config)
     return (_nnx_unrolled if loop == "unrolled" else _nnx_scanned)(arm, config)
@@ -198,16 +186,18 @@ def _linen_init(module: nn.Module, config: Config) -> Callable[[Array], PyTree]:
     return lambda key: nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
 
 
-def _pipeline(
-    init_one: Callable[[Array], PyTree],
-    apply: Callable[[PyTree, Array], tuple[Array, PyTree]],
-    config: Config,
-    mesh: Mesh,
-) -> LayersProgram:
+def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
     """A pipeline with one layer per stage and repeat, and with as many microbatches as stages.
 
     The parameters are `[repeats, stages, …]`, sharded along `stage`.
     """
+    layer = arm.make(config, None) if arm.is_linen else None
+    apply = layer.apply if layer else lambda layer, x: layer(x)
+
+    def init_nnx(key: Array) -> PyTree:
+        return arm.make(config, nnx.Rngs(params=key))
+
+    init_one = _linen_init(layer, config) if layer else init_nnx
     stages = mesh.shape["stage"]
     repeats = config.model.num_layers // stages
     schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)

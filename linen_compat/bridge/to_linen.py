@@ -38,11 +38,10 @@ def to_linen(
 ) -> "NNXAsLinen":
     """Wraps an NNX class, with the arguments of its constructor, as a Linen module.
 
-    The module is `kind(*args, **options, rngs=…)`. Its constructor runs here and in `init` only.
-    Here it runs on abstract arrays, once for each class, arguments and mesh. `apply` puts the
-    module together from its graph.
+    The module is `kind(*args, **options, rngs=…)`. Its constructor runs on abstract arrays here,
+    once for each class, arguments and mesh, and in `init`. `apply` puts the module together from
+    its graph.
 
-    - `kind`: the NNX class.
     - `args`, `options`: arguments of its constructor, which can be hashed; `rngs` is not one of
       them.
     - `name`: the name of the Linen module among its siblings.
@@ -50,9 +49,9 @@ def to_linen(
     What becomes of the parts of the module:
 
     - A norm, an embedding, attention, a feed-forward module or a decoder layer of this project gets
-      the parameter names of its Linen class (`bridge.paths`), also inside another module. The
-      outermost of them decides. All other paths are those of NNX: the tree of `Mixtral` does not
-      become the tree of `Transformer`.
+      the parameter names of its Linen class, also inside another module. The outermost of them
+      decides. All other paths are those of NNX: the tree of `Mixtral` does not become the tree of
+      `Transformer`.
     - A variable is in the collection of its type: `nnx.Param` in `params`, `nnx.BatchStat` in
       `batch_stats`. InputError is raised when a call changes a variable whose collection is not
       mutable.

@@ -24,16 +24,9 @@ from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS, NoKey
 from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError, Layout
 
-RESERVED = (
-    "deterministic",
-    "layout",
-    "linen_collections",
-    "linen_module",
-    "linen_slots",
-    "linen_sown",
-    "linen_streams",
-    "use_running_average",
-)
+RESERVED = {"deterministic", "layout", "use_running_average"} | {
+    f"linen_{name}" for name in ("collections", "module", "slots", "sown", "streams")
+}
 STATISTICS = "batch_stats"
 _numbers = itertools.count()
 _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen beginning with the collection)
@@ -53,7 +46,6 @@ def to_nnx(
     A call of the result is one `module.apply` on plain arrays. It makes, renames and unboxes
     nothing.
 
-    - `module`: the Linen module.
     - `example`, `options`: arguments of the module, arrays or `jax.ShapeDtypeStruct`, with which
       its variables are made.
     - `rngs`: a key or a seed for the parameters, or an `nnx.Rngs`. Its other named streams, such as
@@ -65,9 +57,8 @@ def to_nnx(
     What becomes of the parts of the module:
 
     - A norm, an embedding, attention, a feed-forward block or a decoder layer of this project gets
-      the parameter names of its NNX class (`bridge.paths`), where it is `module` itself. All other
-      paths are those of Linen: in `Transformer`, `Decoder` and the pipelines, and for such modules
-      inside another one.
+      the parameter names of its NNX class, where it is `module` itself. All other paths are those
+      of Linen, also of such modules inside another one.
     - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
       the variables that it changes and that are no parameters.
     - What the module sows into a collection other than `intermediates` is a variable too. It holds

@@ -8,20 +8,11 @@ from nnx_pipeline.lab.errors import InputError, counted
 
 # The fields that each `rope_scaling` reads, with their values in a model that has it: Llama 3.1
 # (which scales by parts), and DeepSeek-V3.
+_BY_PARTS = ("rope_factor", "rope_original_length", "rope_low_frequency", "rope_high_frequency")
 ROPE_SCALINGS: dict[str, dict[str, float]] = {
     "linear": {"rope_factor": 8.0},
-    "llama3": {
-        "rope_factor": 8.0,
-        "rope_original_length": 8192,
-        "rope_low_frequency": 1.0,
-        "rope_high_frequency": 4.0,
-    },
-    "yarn": {
-        "rope_factor": 40.0,
-        "rope_original_length": 4096,
-        "rope_low_frequency": 1.0,
-        "rope_high_frequency": 32.0,
-    },
+    "llama3": dict(zip(_BY_PARTS, (8.0, 8192, 1.0, 4.0), strict=True)),
+    "yarn": dict(zip(_BY_PARTS, (40.0, 4096, 1.0, 32.0), strict=True)),
 }
 Model = Any  # a `ModelConfig`, which imports this module
 # The fields that are about a router, with their defaults.
@@ -225,7 +216,7 @@ def _check_groups(model: Model) -> None:
 def _check_rope(model: Model) -> None:
     read = ROPE_SCALINGS.get(model.rope_scaling or "", {})
     known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
-    for name in ROPE_SCALINGS["llama3"]:
+    for name in _BY_PARTS:
         value = getattr(model, name)
         if name in read and value is None:
             raise InputError(

@@ -96,14 +96,12 @@ class Remat:
 # experts; `minimal_offloaded` keeps those on the device. 1F1B keeps its residuals in a ring that
 # its loop carries; both compilers carry such a ring in host memory, too, and move a slot at a time:
 # for `mixtral-small` in 8 microbatches on a TPU v5p, 224 MB of heap and 40 on the host with
-# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`. For `tiny` the heap is larger with it,
-# because other arrays leave the on-chip memory.
+# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`; for `tiny` the heap is larger with it.
 #
-# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
-# on a TPU v5p `full` 196 MB of heap, `save_qkv_proj` 232, `qkv_proj_offloaded` 201 and 40 on the
-# host, `minimal` 890. `inputs_offloaded` is for models whose inputs of layers are much of the heap:
-# of Llama2-7B on four TPU v5p, 21.9 GB of heap with `full`, and 15.6 and 6.5 on the host with it,
-# for an estimated step that is 4.6 % longer. For `mixtral-small` the heap is larger with it (215).
+# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`.
+# `inputs_offloaded` is for models whose inputs of layers are much of the heap: of Llama2-7B on four
+# TPU v5p, 21.9 GB of heap with `full`, and 15.6 and 6.5 on the host with it, for an estimated step
+# that is 4.6 % longer. For `mixtral-small` the heap is larger with it.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),

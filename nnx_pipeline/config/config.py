@@ -38,11 +38,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to every parameter."""
     clip_norm: float | None = 1.0
-    """The largest global norm of the gradients; larger ones are scaled down to it.
-
-    None scales none.
-    """
-
+    """The largest global norm of the gradients; larger ones are scaled down. None scales none."""
     loss_chunks: int = 8
     """Number of pieces into which the cross-entropy cuts the sequence; divides its length.
 
@@ -66,11 +62,7 @@ class TrainConfig:
     """
 
     dropout_seed: int = 0
-    """Seed of dropout, from 0 to 2**32 - 1.
-
-    The mask is a function of this seed, the step, the layer and the sequence.
-    """
-
+    """Seed of dropout, 0 to 2**32 - 1; masks depend on it, the step, the layer and the sequence."""
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of the gradients that the optimizer gets; None for the dtype of the parameters.
 

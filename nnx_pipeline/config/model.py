@@ -25,8 +25,8 @@ class ModelConfig:
     Where it does not split over the mesh axes `stage` and `tensor`, the width of table and head
     splits over them instead: of 50,257 float32 rows of 4,096 numbers a device has 412 MB each on
     two stages. For logits and the loss the head then gets columns of zeros, which count in nothing
-    and are never stored. Only where `embed_dim` does not split either, a device holds all of both
-    along such an axis (823 MB each).
+    and are never stored. Where `embed_dim` does not split either, a device holds all of both along
+    such an axis (823 MB each).
     """
 
     embed_dim: int
@@ -151,11 +151,7 @@ class ModelConfig:
     """
 
     dropout_rate: float = 0.0
-    """Dropout rate of what attention and feed-forward add to the residual stream.
-
-    Dropout acts in training only.
-    """
-
+    """Dropout rate, in training, of what attention and feed-forward add to the residual stream."""
     attention: Literal["dot_product", "chunked", "flash", "auto"] = "dot_product"
     """How attention is computed, a key of `ops.fast_attention.kernels.KERNELS`.
 
@@ -257,8 +253,7 @@ class ModelConfig:
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
     """How tokens are looked up: by a gather, or by a product with one-hot rows.
 
-    `auto` takes the product unless its one-hot array would be above 2 GiB. The product costs as
-    much as the head.
+    `auto` takes the product, which costs as much as the head, unless its array is above 2 GiB.
     """
 
     max_position_embeddings: int | None = None

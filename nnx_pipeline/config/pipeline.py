@@ -18,12 +18,12 @@ class PipelineConfig:
     num_microbatches: int | None = None
     """Number of microbatches; None means as many as fill the pipeline: forwarding_delay · stages.
 
-    A mesh without stages is a pipeline of one stage: with several microbatches they go through all
-    layers one after the other, with one the whole batch does. What a model computes does not depend
-    on their number, except for what is computed per microbatch: the router's load-balance loss, a
-    `MicrobatchMean`, and the state of layers, such as running statistics. So that the numbers are
-    the same on every mesh, it must be given where the mesh has stages and the load-balance loss has
-    a weight (`train.load_balance_weight`) or the layers have state.
+    A mesh without stages is a pipeline of one stage: several microbatches go through all layers one
+    after the other. What a model computes does not depend on their number, except for what is
+    computed per microbatch: the router's load-balance loss, a `MicrobatchMean`, and the state of
+    layers. So that the numbers are the same on every mesh, it must be given where the mesh has
+    stages and the load-balance loss has a weight (`train.load_balance_weight`) or the layers have
+    state.
     """
 
     num_repeats: int = 1
@@ -35,8 +35,8 @@ class PipelineConfig:
     pad_layers: bool = False
     """Whether layers that do not divide into stages and repeats are padded to a number that does.
 
-    The places after the last layer hold parameters, and their work takes as long as that of other
-    layers, but its results are discarded. If not, such a number of layers is an error.
+    The places after the last layer hold parameters and take as long as other layers, but their
+    results are discarded. If not, such a number of layers is an error.
     """
 
     schedule: Literal["circular", "1f1b"] = "circular"
@@ -63,12 +63,7 @@ class PipelineConfig:
     """
 
     sharding: Literal["explicit", "auto"] = "explicit"
-    """The kind of mesh axes that the commands make.
-
-    A model in Python follows the axes of the mesh that it is made under
-    (`make_mesh(…, sharding=…)`).
-    """
-
+    """The kind of mesh axes that the commands make; `make_mesh(…, sharding=…)` in Python."""
     remat: Literal[
         "full",
         "save_out_proj",
@@ -82,11 +77,9 @@ class PipelineConfig:
     ] = "full"
     """What the backward pass keeps, beside the input of a stage at each tick.
 
-    With `inputs_offloaded` that is the inputs of layers, in host memory, and nothing in the
+    A name from `remat.POLICIES`, where the comments say what compilers do with offloaded values.
+    With `inputs_offloaded` it keeps the inputs of layers in host memory, and nothing in the
     device's.
-
-    A name from `remat.POLICIES`, which also decides between device and host memory, and where the
-    comments say what compilers do with offloaded values.
     """
 
     save_decoder_layer_input: bool = True
@@ -100,7 +93,7 @@ class PipelineConfig:
 
     The parts go through a layer side by side, so that a part may compute while another waits for a
     collective, such as the all-to-all of experts (DeepSeek-V3, 2024, section 3.2.1). It is for
-    layers without state, and not for those that run before the pipeline.
+    layers without state in the pipeline.
     """
 
     fsdp_gather: Literal["use", "step", "prefetch"] = "use"
