@@ -76,8 +76,7 @@ class Blueprint:
 
     def build(self, values: Mapping[PathParts, Array]) -> nnx.Module:
         """The module with these arrays, by NNX path; its constructor does not run."""
-        module: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(values.items()))
-        return module
+        return nnx.merge(self.graph, nnx.from_flat_state(values.items()))
 
 
 class StreamPerName(nnx.Rngs):

@@ -184,8 +184,7 @@ class StackedLayers(nnx.Module):
         module = self.module
         if hasattr(module, "layout"):
             module = module.clone(layout=self.layout)
-        result: tuple[Array, PyTree] = module.apply({"params": params}, x, **side)
-        return result
+        return module.apply({"params": params}, x, **side)
 
 
 def parameters_of(module: nn.Module, key: Array, x: Array, side: Side) -> Boxed:

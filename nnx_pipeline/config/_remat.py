@@ -64,10 +64,7 @@ class Remat:
         policy = self.policy(also=also)
         if policy is None:
             return function
-        kept: Callable[_Args, _Result] = jax.checkpoint(
-            function, policy=policy, prevent_cse=not in_scan
-        )
-        return kept
+        return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
     def policy(self, *, also: tuple[str, ...] = ()) -> Policy | None:
         """What `checkpoint` hands to `jax.checkpoint`; None if everything is kept."""

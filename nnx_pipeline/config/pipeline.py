@@ -93,7 +93,7 @@ class PipelineConfig:
 
     The parts go through a layer side by side, so that a part may compute while another waits for a
     collective, such as the all-to-all of experts (DeepSeek-V3, 2024, section 3.2.1). It is for
-    layers without state in the pipeline.
+    layers without state, and not for those that run before the pipeline.
     """
 
     fsdp_gather: Literal["use", "step", "prefetch"] = "use"

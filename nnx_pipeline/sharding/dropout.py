@@ -17,8 +17,7 @@ def sequence_keys(key: Array, batch: int) -> Keys:
     """
     check_key(key)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(portable_key(key), jnp.arange(batch))
-    words: Keys = jax.random.key_data(keys)
-    return words
+    return jax.random.key_data(keys)
 
 
 def check_key(key: object) -> None:
@@ -43,8 +42,7 @@ def fold_in(keys: Keys, number: Array) -> Keys:
     def one(words: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(typed_key(words), number))
 
-    folded: Keys = jax.vmap(one)(keys)
-    return folded
+    return jax.vmap(one)(keys)
 
 
 def dropout(
