@@ -107,10 +107,8 @@ class Overhead:
 class _Samples:
     """What was measured of one arm.
 
-    - `seconds`: a list of times for each timed figure.
-    - `counts`: the figures that are measured once and are not times.
-    - `step`: runs the compiled step; None if there is none, or its arrays exceed `RUN_LIMIT`.
-    - `error`: why the arm failed.
+    `seconds` has a list of times for each timed figure, and `counts` the others. `step` runs the
+    compiled step; None if its arrays exceed `RUN_LIMIT`. `error` says why the arm failed.
     """
 
     arm: Style

@@ -38,10 +38,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class BridgedVariable:
-    """One variable of a module: its path in NNX, and in Linen, where it begins with the collection.
-
-    `box` puts an array into the variable's Linen metadata box, if it has one.
-    """
+    """One variable of a module; `box` puts an array into its Linen metadata box, if it has one."""
 
     nnx: PathParts
     linen: Path
@@ -51,10 +48,7 @@ class BridgedVariable:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A stream of random numbers in an NNX module, with the paths of its key and count.
-
-    `shape` is that of its array of keys, `()` for one key.
-    """
+    """A stream of random numbers; `shape` is that of its array of keys, `()` for one key."""
 
     key: PathParts
     count: PathParts
@@ -64,10 +58,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """The graph of an NNX module, its variables and its streams of random numbers.
-
-    `shapes` are those of the variables by their Linen paths.
-    """
+    """The graph of an NNX module, its variables, and its streams of random numbers."""
 
     graph: nnx.GraphDef[nnx.Module]
     slots: tuple[BridgedVariable, ...]

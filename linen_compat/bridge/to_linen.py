@@ -112,7 +112,14 @@ class NNXAsLinen(nn.Module):
         out = self._method(module, nnx_method)(*args, **kwargs)
         if not self.is_initializing():
             after = dict(nnx.to_flat_state(nnx.state(module)))
-            self._check_streams(after, before, without_key)
+            for stream in without_key:
+                # Each draw replaces the count by a new array.
+                if after[stream.count].get_value() is not before[stream.count]:
+                    raise NoKey(
+                        f"{self.recipe.name} drew random numbers from the stream {stream.name!r} "
+                        f"and apply got no key for it; give "
+                        f"rngs={{{stream.name!r}: jax.random.key(…)}}"
+                    )
             self._put_back(plan, boxes, before, after)
         return out
 
@@ -135,7 +142,7 @@ class NNXAsLinen(nn.Module):
     def _add_streams(self, plan: Blueprint, values: dict[PathParts, Array]) -> list[Stream]:
         """Adds each stream's key and count to `values`, and returns the streams without a key.
 
-        Such a stream gets a placeholder; `_check_streams` refuses calls that have drawn from it.
+        Such a stream gets a placeholder; calls that have drawn from it are refused.
         """
         without = []
         for stream in plan.streams:
@@ -147,18 +154,6 @@ class NNXAsLinen(nn.Module):
             if not has_key:
                 without.append(stream)
         return without
-
-    def _check_streams(
-        self, after: _Variables, before: Mapping[PathParts, Array], without: list[Stream]
-    ) -> None:
-        for stream in without:
-            # Each draw replaces the count by a new array.
-            if after[stream.count].get_value() is not before[stream.count]:
-                raise NoKey(
-                    f"{self.recipe.name} drew random numbers from the stream "
-                    f"{stream.name!r} and apply got no key for it; "
-                    f"give rngs={{{stream.name!r}: jax.random.key(…)}}"
-                )
 
     def _put_back(
         self,
@@ -179,25 +174,21 @@ class NNXAsLinen(nn.Module):
                 if self.is_mutable_collection(INTERMEDIATES):  # else left out, as by Linen's sow
                     new[(collection, *map(str, path))] = value
                 continue
-            self._check_change(path, path in linen, collection)
+            name = f"{self.recipe.name}.{'.'.join(map(str, path))}"
+            if path not in linen:
+                raise InputError(
+                    f"{name} was created in the call, after the graph was made; "
+                    "create it in the constructor"
+                )
+            if not self.is_mutable_collection(collection):
+                raise InputError(
+                    f"the call changed {name} and its collection {collection!r} is not mutable; "
+                    f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
+                )
             box = boxes[linen[path]]
             new[linen[path]] = box.replace_boxed(value) if hasattr(box, "replace_boxed") else value
         if new:
             self._put(new, boxes)
-
-    def _check_change(self, path: PathParts, known: bool, collection: str) -> None:
-        """Raises InputError unless Linen can store this change of a variable."""
-        name = f"{self.recipe.name}.{'.'.join(map(str, path))}"
-        if not known:
-            raise InputError(
-                f"{name} was created in the call, after the graph was made; "
-                "create it in the constructor"
-            )
-        if not self.is_mutable_collection(collection):
-            raise InputError(
-                f"the call changed {name} and its collection {collection!r} is not mutable; "
-                f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
-            )
 
     def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.

@@ -147,7 +147,6 @@ class LinenAsNNX(nnx.Module):
 
     - `slots`: the path of each variable in NNX, and in Linen; `variables` has them in this order.
     - `sown`: the Linen paths among them that calls write and never read.
-    - `streams`: the streams that calls draw from, None for none.
     - `collect`: collections that a call may write beside those of the variables.
     """
 
@@ -181,18 +180,17 @@ class LinenAsNNX(nnx.Module):
         method: str | Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Applies the Linen module, or another method of it.
+        """Applies the Linen module, or another method of it, given by name or as a function.
 
-        - `rngs`: streams or keys by name, instead of the streams that the module keeps.
-        - `method`: the method to apply, or its name.
-
-        Raises InputError when the module draws random numbers from a stream that it was not given,
-        changes running statistics after `eval()`, or has no method of that name.
+        `rngs` are streams or keys by name, instead of the streams that the module keeps. Raises
+        InputError when the module draws random numbers from a stream that it was not given, changes
+        running statistics after `eval()`, or has no method of that name.
         """
         if isinstance(method, str):
             checks.check_method(self.linen_module, method, of=type(self.linen_module).__name__)
-        kept = None if self.deterministic else self.linen_streams
-        keys = _draw(kept if rngs is None else rngs)
+        if rngs is None:
+            rngs = None if self.deterministic else self.linen_streams
+        keys = {} if rngs is None else {name: _key(rngs[name]) for name in rngs}
         read = [(at, path) for at, path in self.linen_slots if path not in self.linen_sown]
         flat = {path: _at(self, at).get_value() for at, path in read}
         fixed = {STATISTICS} if self.use_running_average else set()
@@ -330,8 +328,5 @@ def _keys_and_streams(
     return keys, kept
 
 
-def _draw(rngs: nnx.Rngs | Mapping[str, Array] | None) -> dict[str, Array]:
-    """One key of each stream, by name; keys are passed on as they are."""
-    if rngs is None:
-        return {}
-    return {name: rngs[name]() if isinstance(rngs, nnx.Rngs) else rngs[name] for name in rngs}
+def _key(source: nnx.RngStream | Array) -> Array:
+    return source() if isinstance(source, nnx.RngStream) else source

@@ -66,8 +66,7 @@ class StageTree:
     def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
-        Where a stage has several layers, stacking copies them. Raises InputError, naming the leaf,
-        when the tree is not what the layers need.
+        Where a stage has several layers, stacking copies them.
         """
         one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
@@ -95,8 +94,8 @@ class StageTree:
 class EarlyTree:
     """The parameters of the dense first layers, below MaxText's `decoder`.
 
-    The tree `dense_layers` stacks the layers along the second axis of every array. With `apart`
-    each layer has its own tree, `dense_layers_0 …`.
+    `dense_layers` stacks them along the second axis of every array; with `apart` each layer has its
+    own tree, `dense_layers_0 …`.
     """
 
     model: ModelConfig
@@ -114,10 +113,7 @@ class EarlyTree:
         return [module.param(name, make, unbox=False) for name in names]
 
     def stacked(self, trees: list[Boxed]) -> StackedLayers:
-        """The layers as one callable module with parameters `[layers, …]`.
-
-        Raises InputError, naming the leaf, when a tree is not what the layers need.
-        """
+        """The layers as one callable module with parameters `[layers, …]`."""
         one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
         number, want = self.model.num_dense_layers, {}
         for path, leaf in one.items():

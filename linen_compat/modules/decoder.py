@@ -98,6 +98,10 @@ class Decoder(Configured):
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
         runner, table, model = self._runner, embedding.embedding, self.config.model
+        early: dict[str, PyTree] = {}
+        if model.num_dense_layers:
+            early["early"] = functional.early_layers(self.config, self.layout, runner.layout)
+            early["early_layers"] = self._early_tree.stacked(self.dense_layers)
         ends = functional.Ends(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
@@ -105,20 +109,13 @@ class Decoder(Configured):
             scale=self.decoder_norm.scale,
             head=head_of_table(table, model) if model.tied_embeddings else self.logits_dense(),
             layout=runner.layout,
-            **self._early(runner),
+            **early,
         )
         if self._where() != "pipelined":
             return functional.Decoder(self.config, runner, ends, self._run_layers, None)
         pipeline = self.pipeline_module
         run_loss = functools.partial(pipeline.loss, width=(model.embed_dim,))
         return functional.Decoder(self.config, runner, ends, pipeline.run, run_loss)
-
-    def _early(self, runner: Runner) -> dict[str, PyTree]:
-        """The fields of `Ends` about the layers before the pipeline."""
-        if not self.config.model.num_dense_layers:
-            return {}
-        early = functional.early_layers(self.config, self.layout, runner.layout)
-        return {"early": early, "early_layers": self._early_tree.stacked(self.dense_layers)}
 
     @property
     def _early_tree(self) -> EarlyTree:
@@ -138,14 +135,25 @@ class Decoder(Configured):
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
         scanned = self._where() == "scanned"
         stack = make_stack(self.config.model.num_pipeline_layers, stages=1, repeats=1)
-        call = functools.partial(
-            call_layer, stack=stack, microbatches=batches.microbatches, split=self._runner.split({})
-        )
-        visit = self._visit(
-            lambda layer, x, number: call(x, NumberedLayer(layer, number, []), side),
-            in_scan=scanned,
-        )
-        x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, visit)
+        microbatches, split = batches.microbatches, self._runner.split({})
+
+        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
+            numbered = NumberedLayer(layer, number, [])
+            x = named(x, LAYER_INPUT)
+            return call_layer(
+                x, numbered, side, stack=stack, microbatches=microbatches, split=split
+            )
+
+        policy = POLICIES[self.config.pipeline.remat].policy()
+        # In the body of a scan there is nothing to merge a recomputation with.
+        remat = cast(Callable[..., Visit], nn.remat)
+        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
+
+        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
+            x, usage = kept(layer, x, number)
+            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
+
+        x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, body)
         return x, values(over_layers(metrics))
 
     def _scanned(self, x: Array, visit: Visit) -> tuple[Array, PyTree]:
@@ -165,23 +173,6 @@ class Decoder(Configured):
             x, usage = visit(layer, x, jnp.int32(number))
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
-
-    def _visit(self, call: Visit, *, in_scan: bool) -> Visit:
-        """The call of a layer with the config's remat."""
-
-        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            return call(layer, named(x, LAYER_INPUT), number)
-
-        policy = POLICIES[self.config.pipeline.remat].policy()
-        # In the body of a scan there is nothing to merge a recomputation with.
-        remat = cast(Callable[..., Visit], nn.remat)
-        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not in_scan)
-
-        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            x, usage = kept(layer, x, number)
-            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
-
-        return body
 
     @property
     def _runner(self) -> Runner:

@@ -50,12 +50,9 @@ def logical_axis_rules(
     """The mesh axes of each of MaxText's logical axes, as rules for Flax.
 
     They are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are
-    left out, as in `Layout.spec`: arrays placed by these rules have the types that the modules
-    expect.
-
-    - `mesh`: the mesh that the arrays are placed on.
-    - `layout`: of the modules. For a vocabulary that does not split over the mesh it is
-      `Layout().for_vocabulary(…)`, made under `jax.set_mesh(mesh)`.
+    left out, so that arrays placed by these rules have the types that the modules expect. `layout`
+    is that of the modules: for a vocabulary that does not split over the mesh
+    `Layout().for_vocabulary(…)`, made under `jax.set_mesh(mesh)`.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}
@@ -98,8 +95,7 @@ def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout
 def sharded_by(weight: Array, spec: P) -> Array:
     """Shards a replicated weight by `spec`; any other weight keeps its sharding.
 
-    Only on meshes with explicit axes do NumPy arrays arrive replicated. Each device then cuts out
-    its shard.
+    NumPy arrays arrive replicated on meshes with explicit axes; each device cuts out its shard.
     """
     if is_trivial(spec) or not is_explicit() or not is_trivial(jax.typeof(weight).sharding.spec):
         return weight

@@ -58,9 +58,9 @@ class ModelConfig:
     kv_lora_rank: int | None = None
     """Width of the latent vector from which all heads' keys and values are made; None for none.
 
-    With it attention is multi-head latent attention (DeepSeek-V2, 2024, section 2.1), for which
-    `rope_head_dim` and `value_head_dim` are needed and each query head has a key and a value of its
-    own (`num_kv_heads = num_heads`).
+    With it attention is multi-head latent attention (DeepSeek-V2, 2024, section 2.1), which needs
+    `rope_head_dim`, `value_head_dim` and `num_kv_heads = num_heads`: each query head has a key and
+    a value of its own.
     """
 
     q_lora_rank: int | None = None
@@ -145,9 +145,9 @@ class ModelConfig:
     attention_scale: float = 1.0
     """Multiplies the attention scores.
 
-    The default is 1.0 because, as in MaxText, the factor 1/sqrt(head_dim) is part of the query
-    kernel's initial values. With `qk_norm` no kernel can hold that factor, and MaxText's models
-    have head_dim^-0.5 here.
+    It is 1.0 where, as in MaxText, the factor 1/sqrt(head_dim) is part of the query kernel's
+    initial values. With `qk_norm` no kernel can hold that factor, and MaxText's models have
+    head_dim^-0.5 here.
     """
 
     dropout_rate: float = 0.0
@@ -157,7 +157,7 @@ class ModelConfig:
 
     `dot_product` holds the scores of one block of queries. `chunked` holds one tile of scores, on
     every platform; `flash` is the kernel of a TPU or NVIDIA GPU. `auto` takes what suits the
-    platform and the sequence, see `ops.fast_attention.kernels.chosen`.
+    platform and the sequence.
     """
 
     attention_block: int | None = None

@@ -31,7 +31,6 @@ class Request:
     - `prompts`: the token ids of each prompt, which may have different lengths.
     - `new_tokens`: how many tokens to make for each prompt at most.
     - `end_tokens`: tokens after which a sequence ends; the end token is part of the result.
-    - `sampling`: how tokens are drawn.
 
     Raises InputError for a request without prompts, with an empty one, for no new token, and for
     tokens that are not whole numbers in a tuple or list.
@@ -61,10 +60,7 @@ class Request:
         return max(map(len, self.prompts))
 
     def check(self, vocab_size: int, longest: int | None) -> None:
-        """Raises InputError for tokens outside a vocabulary, or more than a model was made for.
-
-        - `longest`: `model.max_position_embeddings`.
-        """
+        """Raises InputError for tokens outside a vocabulary, or more of them than `longest`."""
         tokens = [*(token for prompt in self.prompts for token in prompt), *self.end_tokens]
         for token in tokens:
             if not 0 <= token < vocab_size:
@@ -121,10 +117,10 @@ def generate(
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts as arrays. Rows that the mesh needs beyond the prompts repeat the first one.
+    """The prompts as arrays; rows that the mesh needs beyond the prompts repeat the first one.
 
-    - `tokens`: int32 `[batch, seq]`, with zeros after the end of a shorter prompt.
-    - `slots`: the number of tokens of a sequence, new ones included.
+    `tokens` are int32 `[batch, seq]`, with zeros after the end of a shorter prompt; `slots` is the
+    number of tokens of a sequence, new ones included.
     """
 
     tokens: np.ndarray

@@ -111,8 +111,7 @@ class Layout:
         `size` is the number of token ids, `width` the residual stream's, and `zero1` are the mesh
         axes that `Layout.zero1` is to add. Where the ids do not split over the mesh axes of
         `vocab`, the width splits over them instead. Where it does not either, one of the two is
-        sharded over as many devices as it splits over, and table and head are whole along the other
-        axes.
+        sharded over as many devices as it splits over, and both are whole along the other axes.
         """
         sizes = mesh_sizes()
 
@@ -177,7 +176,7 @@ def mesh_sizes() -> dict[str, int]:
     """The axis sizes of the ambient mesh; empty if there is no mesh.
 
     Inside a `shard_map` over some of the axes these are left out: no array is sharded over them
-    there. Inside one over the whole mesh the sizes are those of all axes, for collectives.
+    there. Inside one over the whole mesh all are there, for collectives.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = list(zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True))
@@ -299,7 +298,7 @@ def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
 def portable_key(key: Array) -> Array:
     """A key whose random numbers depend on the key alone: this one, or one made from it.
 
-    The numbers of JAX's other generators (`rbg`) depend on how an array is sharded and on `vmap`.
+    The numbers of JAX's other generators (`rbg`) depend on shardings and on `vmap`.
     """
     if jax.random.key_impl(key) == PORTABLE:
         return key
@@ -350,12 +349,12 @@ def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> M
 def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
     """What a function makes, with a sharded `jax.ShapeDtypeStruct` in the place of each array.
 
-    - `make`: a function without arguments that returns modules, optimizers, arrays, or a pytree of
-      them; it is traced, and nothing is computed.
+    - `make`: takes no arguments, and returns modules, optimizers, arrays, or a pytree of them; it
+      is traced, and nothing is computed.
     - `layout`: as of the modules.
 
-    Call it under `jax.set_mesh`. `nnx.eval_shape` alone would leave the variables of this package
-    unsharded on a mesh with auto axes, whose arrays have no sharding in their types.
+    Call it under `jax.set_mesh`. `nnx.eval_shape` alone leaves the variables of this package
+    unsharded on a mesh with auto axes.
     """
     made: Made = nnx.eval_shape(make)
     mesh = jax.sharding.get_abstract_mesh()

@@ -64,7 +64,6 @@ class Metrics(NamedTuple):
 
     - `loss`: the cross-entropy.
     - `gradient_norm`: the global norm before clipping, summed in float32.
-    - `router`: what the routers report, among it the load-balance loss.
     """
 
     loss: Array
@@ -161,7 +160,6 @@ def make_state(
 ) -> TrainState:
     """A new training state, each array created in its sharding; call it under `jax.set_mesh`.
 
-    - `mesh`: the mesh that is set.
     - `seed`: of the initial values.
     - `make_model`: (config, rngs=…) to the model, such as `Mixtral` with a layout filled in.
 
@@ -190,10 +188,7 @@ def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtra
 def abstract_batch(
     config: Config, mesh: Mesh, *, layout: Layout = Layout(), segment_ids: bool = False
 ) -> Batch:
-    """The shapes, dtypes and shardings of a batch without positions.
-
-    - `segment_ids`: whether the batch has segment ids.
-    """
+    """The shapes, dtypes and shardings of a batch without positions, with segment ids or not."""
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
@@ -208,13 +203,9 @@ def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
 
 
 def jit_train_step(state: TrainState, mesh: Mesh) -> jax.stages.Wrapped:
-    """`train_step` jitted for states like `state`, which is donated to it.
+    """`train_step` jitted for states like `state`, real or abstract, which is donated to it.
 
-    - `state`: a real or an abstract state.
-    - `mesh`: the mesh that is set.
-
-    The new state has the shardings of the old one. Raises InputError where another mesh is set, or
-    none.
+    The new state has the shardings of the old one. Raises InputError unless `mesh` is set.
     """
     shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
