@@ -15,10 +15,10 @@ from nnx_pipeline.lab.errors import nearest
 def check_class(kind: object) -> None:
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return
-    name = _name(kind)
+    name = _type(kind).__name__
     if isinstance(kind, nnx.Module):
         cure = f"give the class and its arguments, to_linen({name}, …)"
-    elif isinstance(kind, nn.Module) or (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    elif issubclass(_type(kind), nn.Module):
         cure = f"{name} is already a Linen module; use it as it is"
     else:
         cure = "give a class and its arguments, such as to_linen(RMSNorm, config)"
@@ -28,12 +28,10 @@ def check_class(kind: object) -> None:
 def check_module(module: object) -> None:
     if isinstance(module, nn.Module):
         return
-    name = _name(module)
+    name = _type(module).__name__
     if isinstance(module, type) and issubclass(module, nn.Module):
         cure = f"make one first, to_nnx({name}(…), …)"
-    elif isinstance(module, nnx.Module) or (
-        isinstance(module, type) and issubclass(module, nnx.Module)
-    ):
+    elif issubclass(_type(module), nnx.Module):
         cure = f"{name} is already an NNX module; use it as it is"
     else:
         cure = "give a Linen module and an example of its inputs, such as to_nnx(Dense(4), x)"
@@ -89,8 +87,8 @@ def check_collect(collect: Iterable[str]) -> tuple[str, ...]:
     return tuple(collect)
 
 
-def _name(thing: object) -> str:
-    return (thing if isinstance(thing, type) else type(thing)).__name__
+def _type(thing: object) -> type:
+    return thing if isinstance(thing, type) else type(thing)
 
 
 def _short(thing: object) -> str:

@@ -101,12 +101,9 @@ class Drawing:
 
         if self.end_token is not None:
             ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
-        sampling = Sampling(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
-        )
-        return Request(
-            prompts=prompts, new_tokens=self.new_tokens, end_tokens=ends, sampling=sampling
-        )
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        sampling, count = Sampling(**drawn), self.new_tokens
+        return Request(prompts=prompts, new_tokens=count, end_tokens=ends, sampling=sampling)
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:

@@ -178,16 +178,11 @@ def _programs(
         logits = cached(tokens[:, None], positions=positions[:, None])
         return kept(cached), chosen(logits, positions + 1), positions + 1
 
-    def first() -> _State:
-        state: _State = prefill(model, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths))
-        return state
-
-    def further(state: _State) -> _State:
-        caches, tokens, positions = state
-        new: _State = decode(caches, weights, tokens, positions)
-        return new
-
-    return first, further
+    tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+    return (
+        lambda: prefill(model, tokens, lengths),
+        lambda state: decode(state[0], weights, *state[1:]),
+    )
 
 
 def rows_on(mesh: MeshConfig) -> int:
@@ -260,12 +255,10 @@ def _empty_cache(
     stack: tuple[int, ...],
     names: tuple[str | None, ...],
     layout: layouts.Layout,
-    *,
-    batch: int,
-    slots: int,
+    **sizes: int,
 ) -> KeyValueCache:
     """The empty caches of stacked layers, whose stacked axes have these sizes and logical axes."""
-    one = jax.eval_shape(lambda layer: layer.new_cache(batch=batch, slots=slots), attention)
+    one = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
 
     def stacked(variable: Variable) -> Variable:
         inner = variable.get_value()

@@ -44,21 +44,16 @@ def no_gradient_of(message: str, value: PyTree, beside: PyTree) -> PyTree:
     return value
 
 
-def _of_forward(
-    message: str, value: PyTree, beside: PyTree
-) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+def _of_forward(message: str, value: PyTree, beside: PyTree) -> tuple[PyTree, PyTree]:
     del message
     primals = values_of((value, beside))
     return primals[0], primals
 
 
-def _of_backward(
-    message: str, saved: tuple[PyTree, PyTree], cotangents: PyTree
-) -> tuple[PyTree, PyTree]:
+def _of_backward(message: str, saved: PyTree, cotangents: PyTree) -> PyTree:
     if not all(map(is_symbolic_zero, jax.tree.leaves(cotangents, is_leaf=is_symbolic_zero))):
         raise InputError(message)
-    value, beside = saved
-    return jax.tree.map(_nothing, value), jax.tree.map(_nothing, beside)
+    return jax.tree.map(_nothing, saved)
 
 
 no_gradient_of.defvjp(_of_forward, _of_backward, symbolic_zeros=True)
@@ -66,19 +61,23 @@ no_gradient_of.defvjp(_of_forward, _of_backward, symbolic_zeros=True)
 
 def refuse_perturbed(message: str, primals: PyTree) -> PyTree:
     """Unwraps `primals`; raises InputError if a derivative with respect to one is asked for."""
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=is_primal)):
+    if any(jax.tree.leaves(asked_of(primals))):
         raise InputError(message)
     return values_of(primals)
 
 
 def values_of(primals: PyTree) -> PyTree:
     """Unwraps the arguments of a forward rule of `jax.custom_vjp` with `symbolic_zeros`."""
-    return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal)
+    return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=_is_primal)
 
 
 def asked_of(primals: PyTree) -> PyTree:
     """Whether the gradient of each of these primals is asked for."""
-    return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=is_primal)
+    return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=_is_primal)
+
+
+def _is_primal(leaf: object) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def or_zeros(cotangent: Array | SymbolicZero) -> Array:
@@ -98,10 +97,6 @@ def scaled(gradient: Array, cotangent: Array, dtype: jax.typing.DTypeLike | None
     wide = gradient.dtype if jnp.finfo(gradient.dtype).bits > 32 else jnp.float32
     product = gradient.astype(wide) * cotangent.astype(wide)
     return product.astype(gradient.dtype if dtype is None else dtype)
-
-
-def is_primal(leaf: object) -> bool:
-    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def is_symbolic_zero(leaf: object) -> bool:
