@@ -37,10 +37,9 @@ class Style:
 
 @dataclass(frozen=True)
 class LayersProgram:
-    """The computation that is measured, for one arm in one loop.
+    """What is measured for one arm in one loop.
 
-    - `loss`: (parameters, x) to the mean square of the last layer's result.
-    - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
+    `loss` takes (parameters, x), and `place` adds shardings to a tree of abstract arrays.
     """
 
     init: Callable[[], PyTree]
@@ -187,10 +186,7 @@ def _linen_init(module: nn.Module, config: Config) -> Callable[[Array], PyTree]:
 
 
 def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
-    """A pipeline with one layer per stage and repeat, and with as many microbatches as stages.
-
-    The parameters are `[repeats, stages, …]`, sharded along `stage`.
-    """
+    """One layer per stage and repeat, in as many microbatches as stages."""
     layer = arm.make(config, None) if arm.is_linen else None
     apply = layer.apply if layer else lambda layer, x: layer(x)
 

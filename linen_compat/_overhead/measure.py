@@ -37,16 +37,14 @@ RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 class Figures:
     """What one arm needs in one loop; None where it could not be measured.
 
-    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, the median of
-      the repetitions.
+    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, medians.
     - `compile`: elapsed seconds of one compilation.
     - `dispatch`: elapsed seconds from the call of a compiled step until it returns, without waiting
       for its result; the median of `DISPATCHES` calls.
-    - `temp_bytes`: bytes per device, as the compiler reports them.
-    - `hlo_instructions`: of the compiled program.
+    - `temp_bytes`, `hlo_instructions`: of the compiled program, the bytes per device.
     - `host_bytes`: the peak size of Python objects from abstract init to lowering.
-    - `python_calls`: of functions in tracing and lowering. It says the same as their seconds and is
-      not disturbed by what else the machine does.
+    - `python_calls`: of functions in tracing and lowering, which nothing else on the machine
+      disturbs.
     """
 
     abstract_init: float | None = None

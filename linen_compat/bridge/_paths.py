@@ -150,10 +150,9 @@ def unboxed_shape(leaf: PyTree) -> PyTree:
 
 
 def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
-    """Raises InputError for a leaf that is unknown, missing, or of another shape than needed.
+    """Raises InputError for a leaf that is unknown, missing, or of another shape than wanted.
 
-    Paths begin with the collection. `wanted` has shapes, and `at` is the path of the module within
-    the outer one, for the message.
+    Paths begin with the collection; `at` is the path of the module within the outer one.
     """
     unknown = [path for path in given if path not in wanted]
     missing = [path for path in wanted if path not in given]

@@ -95,10 +95,7 @@ class MixtralDecoderLayer(_RoutedLayer):
 
 
 class Qwen3MoeDecoderLayer(_RoutedLayer):
-    """A decoder layer with routed experts and QK norm; it is called as `_DecoderLayer`.
-
-    It differs from Mixtral's with QK norm by the name of its experts alone, `moe_block`.
-    """
+    """As Mixtral's layer with QK norm, but for the name of its experts, `moe_block`."""
 
     experts, qk_norm = "moe_block", True
 

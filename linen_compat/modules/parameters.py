@@ -20,26 +20,18 @@ Names = tuple[str | None, ...]
 
 # The logical axes in MaxText's metadata, and what `Layout` calls each; None is not sharded.
 AXES: dict[str, str | None] = {
-    "vocab": "vocab",
+    **{name: name for name in ("vocab", "embed", "heads", "kv_heads", "mlp", "norm")},
     "embed_vocab": "embed_of_vocab",
-    "embed": "embed",
     "embed_moe": "embed_of_expert",
     "q_heads": "heads",
-    "heads": "heads",
-    "kv_heads": "kv_heads",
     "kv": "head_dim",
     "kv_head_dim": "head_dim",
-    "mlp": "mlp",
     "mlp_moe": "mlp",
     "exp": "expert",
-    "norm": "norm",
     "q_lora": "latent",
     "kv_lora": "latent",
-    "q_lora_up_proj": None,
-    "kv_lora_up_proj": None,
     "layers": "stage",
-    "moe_layers": None,
-    "dense_layers": None,
+    **dict.fromkeys(("q_lora_up_proj", "kv_lora_up_proj", "moe_layers", "dense_layers")),
     "circular_repeats": None,
 }
 

@@ -40,6 +40,4 @@ def models_command(json_path: str | None) -> None:
 
 
 def _count(parameters: int) -> str:
-    if parameters >= 1e9:
-        return f"{parameters / 1e9:.2f} B"
-    return f"{parameters / 1e6:.2f} M"
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"

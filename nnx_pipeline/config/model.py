@@ -125,11 +125,7 @@ class ModelConfig:
     """
 
     logits_soft_cap: float | None = None
-    """The bound of the head's logits, cap · tanh(logits / cap); None for no bound.
-
-    Gemma 2 has 30.
-    """
-
+    """Bound of the head's logits, cap · tanh(logits / cap): 30 in Gemma 2; None for no bound."""
     tied_embeddings: bool = False
     """Whether the embedding table is also the head: logits are hidden states · tableᵀ.
 

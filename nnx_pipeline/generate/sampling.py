@@ -69,10 +69,9 @@ def keys_of(seed: int, sequences: int) -> Array:
 
 
 def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
-    """The next token of each sequence, int32 `[batch]`.
+    """The next token of each sequence, int32 `[batch]`; each place has random numbers of its own.
 
-    - `logits`: float32 `[batch, vocab]`, whole on every device.
-    - `positions`: int32 `[batch]`, the place of the new token; each has random numbers of its own.
+    `logits` are float32 `[batch, vocab]`, whole on every device, and `positions` int32 `[batch]`.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

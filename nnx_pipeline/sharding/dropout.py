@@ -38,11 +38,9 @@ def typed_key(words: UInt32[Array, "words"]) -> Array:
 
 def fold_in(keys: Keys, number: Array) -> Keys:
     """A new key for each sequence; `number` tells the uses of its key apart."""
-
-    def one(words: Array) -> Array:
-        return jax.random.key_data(jax.random.fold_in(typed_key(words), number))
-
-    return jax.vmap(one)(keys)
+    return jax.vmap(
+        lambda words: jax.random.key_data(jax.random.fold_in(typed_key(words), number))
+    )(keys)
 
 
 def dropout(

@@ -29,8 +29,8 @@ class Origin:
 class SavedRun:
     """A run that was saved, without its arrays.
 
-    - `newest`: the folder of its newest step, whose name is the number of the step.
-    - `config`: with which it was trained first, but for the learning rate of its last training.
+    The folder `newest` has the number of its newest step as its name. `config` is that of the first
+    training, but for the learning rate, which is that of the last.
     """
 
     newest: Path

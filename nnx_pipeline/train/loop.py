@@ -19,10 +19,7 @@ MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless 
 
 
 class Step(NamedTuple):
-    """What a step leaves.
-
-    - `state`: donated to the next step; read it before that step begins.
-    """
+    """What a step leaves; the state is donated to the next step, so read it before that begins."""
 
     state: TrainState
     metrics: Metrics

@@ -28,11 +28,7 @@ from nnx_pipeline.train.step import Metrics, TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to, from step number `first` on.
-
-    - `held_out`, `router`: the losses on the held-out text at its end and what the routers reported
-      at the last step, for JSON; None where there are none.
-    """
+    """What a training came to, after the step `first`; `held_out` and `router` are for JSON."""
 
     first: int
     losses: list[float]
@@ -140,10 +136,9 @@ def report(trained: Trained, title: str, about: dict[str, Any], json_path: str |
 
 
 def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
-    """Raises InputError where the devices together cannot hold what a training step is given.
+    """Raises InputError where the devices cannot hold the weights, their moments and the batch.
 
-    These are the weights, the two moments of each, and the batch. Whether the step itself fits
-    besides is not known before it is compiled.
+    Whether the step itself fits besides is not known before it is compiled.
     """
     parameters, train = count_parameters(config.model).total, config.train
     of_model = 3 * parameters * jnp.dtype(config.model.param_dtype).itemsize
