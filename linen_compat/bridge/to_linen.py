@@ -193,8 +193,7 @@ class NNXAsLinen(nn.Module):
     def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.
 
-        Linen replaces everything below one name of a collection at a time, so what is there beside
-        the new values is written again.
+        Linen replaces everything below one name at a time, so what is beside is written again.
         """
         changed = {path[:2] for path in new}
         kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}

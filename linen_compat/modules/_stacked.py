@@ -231,8 +231,8 @@ def stacked_layers(
 ) -> StackedLayers:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
-    `one` has the parameters of one layer by their paths, in boxes or not; `leading` are the logical
-    axes before those of one layer, and `stack` gives the stacked array of a path.
+    `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
+    `stack` gives the stacked array of a path.
     """
     paths, weights = sorted(one, key=place_in_nnx), []
     for path in paths:

@@ -99,8 +99,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
 def _end_tokens(folder: Path) -> tuple[int, ...]:
     """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none.
 
-    Without its end token a text would go on after its end, so a file that says something else there
-    is refused.
+    A file that says something else there is refused: texts would go on after their end.
     """
     for path in (folder / name for name in _ENDS):
         if not path.is_file():

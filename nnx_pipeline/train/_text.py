@@ -35,11 +35,7 @@ class Texts:
 
 
 def read_texts(paths: Sequence[str], config: Config) -> Texts:
-    """The documents in some text files in UTF-8, one in each.
-
-    Raises InputError for a vocabulary with too few tokens, for a file that is not text, and where
-    there is less text than a sequence needs.
-    """
+    """The documents in some text files in UTF-8, one in each."""
     vocabulary, length = config.model.vocab_size, config.train.sequence_length
     if vocabulary < BYTE_VALUES:
         raise InputError(
@@ -89,8 +85,7 @@ def _entropy(model: Mixtral, batch: Batch) -> jax.Array:
 def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     """The mean cross-entropy of a model on a text, in nats per token.
 
-    The text is cut into sequences one after the other, and what is left at the end is left out. All
-    but the first token of a sequence are predicted.
+    The text is cut into sequences one after the other; what is left at the end is left out.
     """
     train = model.config.train
     contexts, targets = in_sequences(tokens, train.sequence_length)

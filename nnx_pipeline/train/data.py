@@ -22,12 +22,9 @@ class Source(Protocol):
     """Where the sequences of batches come from."""
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, integers `[rows, length]`; each depends on batch and row alone.
+        """Token ids below `model.vocab_size`, integers `[rows, length]`.
 
-        - `batch`: the number of the batch, from 0.
-        - `rows`: the numbers of the sequences in it.
-
-        Tokens are from 0 up to `model.vocab_size`, that excluded.
+        Each sequence depends on the numbers of batch and row alone, which are counted from 0.
         """
 
 
@@ -48,10 +45,10 @@ def batches(
     - `first`: the number of the first batch. A batch depends on its number alone, so that training
       goes on after k steps with batch k.
     - `layout`: its `whole_batch` says which mesh axes the batch is sharded over.
-    - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
+    - `segment_ids`: whether batches have segment ids; each row is one segment.
 
-    Raises InputError where the batch does not split over the devices that share it, and at a batch
-    for which the source gives anything but token ids of that number of rows and that length.
+    Raises InputError where the batch does not split over the devices that share it, and where the
+    source gives anything but token ids of that shape.
     """
     size, length = config.train.global_batch, config.train.sequence_length
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -81,10 +78,7 @@ def batches(
 
 
 def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:
-    """What a source gave, as int32; raises InputError unless it is token ids of this shape.
-
-    A step would compute with a token that the model does not have, and its loss would be nan.
-    """
+    """Checked token ids of a source, as int32: with others the loss would be nan."""
     dtype = getattr(given, "dtype", None)
     if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
         raise InputError(

@@ -34,8 +34,7 @@ class Batch:
     - `tokens`, `targets`: int32 token ids.
     - `weights`: float32, the weight of each target in the loss; 0 where it does not count.
     - `positions`: int32, the place of each token in its document; None counts from 0 in each row.
-    - `segment_ids`: int32, which document of the row each token belongs to; None for one document
-      per row.
+    - `segment_ids`: int32, the document of each token in the row; None for one document per row.
     """
 
     tokens: Array
@@ -220,8 +219,7 @@ def _make_state(config: Config, make_model: MakeModel, seed: int) -> TrainState:
 def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too.
 
-    Raises InputError unless the mesh is the one that is set: else a state would have one stage, or
-    be whole on every device, and so would what a step leaves.
+    Another mesh would give a state one stage, or leave it whole on every device: it is refused.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = ambient_mesh()

@@ -95,9 +95,8 @@ class Folder:
 class Saver:
     """Saves steps of a training.
 
-    - `config`: that the run has beside its steps; a resumed one gets it with its first save.
-    - `found`: the run that is resumed; None for a new one.
-    - `newest`: the number of the newest saved step; None before the first one.
+    `config` is what the run has beside its steps, `found` the run that is resumed, if any, and
+    `newest` the number of the newest saved step, if any.
     """
 
     offered: Checkpoints
