@@ -146,9 +146,9 @@ def measure_overhead(
 ) -> Overhead:
     """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
 
-    In each repetition the arms take turns, every time from empty caches; the next repetition starts
-    one arm later. Of the config only the model, the batch and the length count. Raises InputError
-    when layers or batch do not split over the stages of the pipeline.
+    In each repetition the arms take turns, from empty caches, and each time another one begins. Of
+    the config only the model, the batch and the length count. Raises InputError when layers or
+    batch do not split over the stages of the pipeline.
     """
     check_loops(config, loops)
     Platform.parse("cpu").devices(styles.stages_for(config.model.num_layers) or 1)

@@ -29,8 +29,8 @@ _DENSE = "dense_layers"
 class StageTree:
     """The tree below MaxText's `pipeline_module/layers`, with `stack` layers.
 
-    Layer j of each stage is below `layers_{j}`. Where a stage has one layer, its arrays are in the
-    tree itself. Each array has the leading axes `[repeats, stages]`, or `[stages]` with one repeat.
+    Layer j of each stage is below `layers_{j}`, or one layer in the tree itself. Each array has the
+    leading axes `[repeats, stages]`, or `[stages]` with one repeat.
     """
 
     stack: tuple[int, int, int]

@@ -163,10 +163,9 @@ class Config:
         return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
 
     def for_batch(self, batch: int, length: int | None = None) -> "Config":
-        """The same config with a global batch of `batch` sequences of `length` tokens.
+        """The same config with a global batch of `batch` sequences of `length` tokens, if not None.
 
-        None for `length` keeps `train.sequence_length`. Raises InputError where the batch, or the
-        loss of that length, does not split.
+        Raises InputError where the batch, or the loss of that length, does not split.
         """
         length = self.train.sequence_length if length is None else length
         train = dataclasses.replace(self.train, global_batch=batch, sequence_length=length)

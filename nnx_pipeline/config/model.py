@@ -293,10 +293,10 @@ class ModelConfig:
 
     @property
     def embedding_deviation(self) -> float:
-        """The standard deviation with which a new embedding table begins.
+        """The standard deviation with which a new embedding table begins: 1, as in MaxText.
 
-        It is MaxText's, 1, unless the table is the head too: then new logits have a variance of 1,
-        and the loss begins near log(vocab_size).
+        A table that is the head too gives new logits a variance of 1, and a loss near
+        log(vocab_size).
         """
         return self.embed_dim**-0.5 if self.tied_embeddings else 1.0
 

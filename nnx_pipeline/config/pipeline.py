@@ -178,7 +178,6 @@ class PipelineConfig:
     def loops_on(self, stages: int) -> bool:
         """Whether microbatches go through the layers one by one on a mesh with `stages` stages.
 
-        If not, there is one stage, one microbatch and nothing to add up: the layers run on the
-        whole batch, and JAX differentiates them.
+        If not, the layers run on the whole batch, and JAX differentiates them.
         """
         return stages > 1 or self.microbatches_on(stages) > 1 or self.accumulates
