@@ -25,6 +25,32 @@ MakeLayer = Callable[[Array], Boxed]
 _DENSE = "dense_layers"
 
 
+class StackedLayers(nnx.Module):
+    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
+
+    `weights` are `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`,
+    and `paths` say where each belongs in the tree of a layer, with `/` between names.
+    """
+
+    def __init__(
+        self, module: nn.Module, paths: list[str], weights: list[nnx.Param[Array]]
+    ) -> None:
+        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
+        self.layout = getattr(module, "layout", None)
+
+    @property
+    def takes_place(self) -> bool:
+        return takes_place(self.module)
+
+    def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
+        values = [weight[...] for weight in self.weights]
+        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
+        module = self.module
+        if hasattr(module, "layout"):
+            module = module.clone(layout=self.layout)
+        return module.apply({"params": params}, x, **side)
+
+
 @dataclass(frozen=True)
 class StageTree:
     """The tree below MaxText's `pipeline_module/layers`, with `stack` layers.
@@ -63,7 +89,7 @@ class StageTree:
             return layers[0]
         return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
-    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
+    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> StackedLayers:
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
         Where a stage has several layers, stacking copies them.
@@ -155,32 +181,6 @@ class EarlyTree:
         layers = jax.vmap(self._make_layer)(keys)
         made: Boxed = jax.tree.map(scanned, layers, is_leaf=is_boxed)
         return made
-
-
-class StackedLayers(nnx.Module):
-    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
-
-    `weights` are `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`,
-    and `paths` say where each belongs in the tree of a layer, with `/` between names.
-    """
-
-    def __init__(
-        self, module: nn.Module, paths: list[str], weights: list[nnx.Param[Array]]
-    ) -> None:
-        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
-        self.layout = getattr(module, "layout", None)
-
-    @property
-    def takes_place(self) -> bool:
-        return takes_place(self.module)
-
-    def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
-        values = [weight[...] for weight in self.weights]
-        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
-        module = self.module
-        if hasattr(module, "layout"):
-            module = module.clone(layout=self.layout)
-        return module.apply({"params": params}, x, **side)
 
 
 def parameters_of(module: nn.Module, key: Array, x: Array, side: Side) -> Boxed:
