@@ -34,8 +34,7 @@ class CircularPipeline(Configured):
     The parameters are MaxText's `pipeline_module`, below `layers`: `[repeats, stages, …]` or with
     one repeat `[stages, …]`, and where a stage has several layers, layer j of each stage below
     `layers_{j}`. The number of a layer is (repeat · stages + stage) · layers per stage + j. `init`
-    and `apply` it under the same `jax.set_mesh`. The loop is that of
-    `nnx_pipeline.CircularPipeline`.
+    and `apply` it under the same `jax.set_mesh`. The loop is `nnx_pipeline.CircularPipeline`'s.
     """
 
     config: PipelineConfig

@@ -44,8 +44,7 @@ class Attention(nnx.Module):
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
-    `config.qk_norm` so is the scale of the query's norm. Biases (`config.attention_bias`) start at
-    0.
+    `config.qk_norm` so is the scale of the query's norm. Biases start at 0.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:

@@ -309,8 +309,7 @@ class Mixtral(nnx.Module):
         weights `train.load_balance_weight` and `train.router_z_loss_weight`. With
         `pipeline.schedule="1f1b"` the forward pass computes the gradient with respect to the
         parameters too, and the two parts cannot be differentiated. Raises InputError for sequences
-        that `train.loss_chunks` does not divide, and when the gradient with respect to `weights` is
-        asked for.
+        that `train.loss_chunks` does not divide, and for the gradient with respect to `weights`.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder(shards).loss(tokens, targets, weights, side, key)
