@@ -509,8 +509,8 @@ MUTATIONS = (
         "test_lint",
     ),
     Mutation(
-        "nnx_pipeline/config/pipeline.py",
-        'one_of("shift", self.shift, ("ppermute", "slice", "pad"))',
+        "nnx_pipeline/config/_fields.py",
+        "one_of(field.name, getattr(config, field.name), choices)",
         "pass",
         "test_config",
     ),
@@ -551,7 +551,7 @@ MUTATIONS = (
         "test_deepseek_checkpoints",
     ),
     Mutation(
-        "linen_compat/modules/_early.py",
+        "linen_compat/modules/_stacked.py",
         "jnp.moveaxis(leaves[0], 1, 0)",
         "jnp.moveaxis(leaves[0], 1, 0)[::-1]",
         "test_deepseek_linen",
@@ -864,8 +864,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/train/_saved.py",
-        "if field.name not in HOW[section]",
-        "if field.name in HOW[section]",
+        "if name not in how",
+        "if name in how",
         "test_resume",
     ),
     Mutation(

@@ -25,11 +25,8 @@ NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
 class Style:
     """One style in which the layers are written.
 
-    - `name`: the name of the style.
-    - `native`: the name of the arm whose layer this one wraps, with which its figures are compared;
-      of a native style its own.
-    - `is_linen`: whether it makes Linen modules, rather than NNX ones.
-    - `make`: makes a layer from a config and `rngs` (NNX) or a name (Linen).
+    `native` is the name of the arm whose layer this one wraps, or its own. `make` makes a layer
+    from a config and `rngs` (NNX) or a name (Linen).
     """
 
     name: str
@@ -40,18 +37,15 @@ class Style:
 
 @dataclass(frozen=True)
 class LayersProgram:
-    """The computation that is measured, for one arm in one loop.
+    """What is measured for one arm in one loop.
 
-    - `init`: makes the parameters of all layers.
-    - `loss`: a function of (parameters, x) that gives the mean square of the last layer's result.
-    - `x`: the input of the first layer, as an abstract array.
-    - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
+    `loss` takes (parameters, x), and `place` adds shardings to a tree of abstract arrays.
     """
 
     init: Callable[[], PyTree]
     loss: Callable[[PyTree, Array], Array]
     x: jax.ShapeDtypeStruct
-    place: Callable[[PyTree], PyTree]
+    place: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
 def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
@@ -60,10 +54,7 @@ def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
 
 
 def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
-    """A layer in Flax's wrapper, without the wrapper's stream of keys.
-
-    In a loop that stream would be state that changes.
-    """
+    """A layer in Flax's wrapper, without its stream of keys, which in a loop would change."""
     with nnx.use_eager_sharding(False):  # which would take logical axes for mesh axes
         x = jnp.zeros(example(config).shape, example(config).dtype)
         wrapped: nnx.Module = nnx.bridge.ToNNX(linen_layer(config.model), rngs=rngs).lazy_init(x)
@@ -71,37 +62,26 @@ def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
     return wrapped
 
 
+def _linen_by(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, name: wrap(DecoderLayer, config.model, name=name)
+
+
+def _to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
+    return to_nnx(linen_layer(config.model), example(config), rngs=rngs)
+
+
 ARMS = (
     Style(NATIVE_NNX, NATIVE_NNX, False, lambda c, rngs: DecoderLayer(c.model, rngs=rngs)),
     Style(NATIVE_LINEN, NATIVE_LINEN, True, lambda c, name: linen_layer(c.model, name=name)),
-    Style(
-        "NNX as Linen",
-        NATIVE_NNX,
-        True,
-        lambda c, name: to_linen(DecoderLayer, c.model, name=name),
-    ),
-    Style(
-        "Linen as NNX",
-        NATIVE_LINEN,
-        False,
-        lambda c, rngs: to_nnx(linen_layer(c.model), example(c), rngs=rngs),
-    ),
-    Style(
-        "Flax ToLinen",
-        NATIVE_NNX,
-        True,
-        lambda c, name: nnx.bridge.to_linen(DecoderLayer, c.model, name=name),
-    ),
+    Style("NNX as Linen", NATIVE_NNX, True, _linen_by(to_linen)),
+    Style("Linen as NNX", NATIVE_LINEN, False, _to_nnx),
+    Style("Flax ToLinen", NATIVE_NNX, True, _linen_by(nnx.bridge.to_linen)),
     Style("Flax ToNNX", NATIVE_LINEN, False, _flax_to_nnx),
 )
 
 
 def example(config: Config, batch: int = 1) -> jax.ShapeDtypeStruct:
-    """Abstract activations `[batch, seq, embed]` in the model's dtype.
-
-    - `config`: gives the dtype, the length of the sequence and the width.
-    - `batch`: the number of sequences.
-    """
+    """Abstract activations `[batch, seq, embed]` in the model's dtype."""
     shape = (batch, config.train.sequence_length, config.model.embed_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype))
 
@@ -119,27 +99,17 @@ def mesh_for_loop(loop: str, layers: int) -> Mesh | None:
 
 
 def make_program(arm: Style, loop: str, config: Config, mesh: Mesh | None) -> LayersProgram:
-    """The program that runs the layers of an arm in a loop.
-
-    - `arm`: the style of the layers.
-    - `loop`: one of `LOOPS`.
-    - `config`: gives the sizes of a layer, the number of layers and the batch.
-    - `mesh`: as `mesh_for_loop` gives it.
-    """
+    """The program that runs the layers of an arm in one of `LOOPS`."""
     if loop == "pipeline":
         assert mesh is not None, "a pipeline runs on a mesh with stages"
-        return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
+        return _pipeline(arm, config, mesh)
     if arm.is_linen:
-        return _linen(_Unrolled if loop == "unrolled" else _Scanned, arm, config)
+        return _linen((_Unrolled if loop == "unrolled" else _Scanned)(arm, config), config)
     return (_nnx_unrolled if loop == "unrolled" else _nnx_scanned)(arm, config)
 
 
 def _mean_square(x: Array) -> Array:
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
-
-
-def _as_it_is(tree: PyTree) -> PyTree:
-    return tree
 
 
 def _nnx_unrolled(arm: Style, config: Config) -> LayersProgram:
@@ -152,7 +122,7 @@ def _nnx_unrolled(arm: Style, config: Config) -> LayersProgram:
             x, _ = layer(x)
         return _mean_square(x)
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    return LayersProgram(init, loss, example(config, config.train.global_batch))
 
 
 def _nnx_scanned(arm: Style, config: Config) -> LayersProgram:
@@ -163,7 +133,7 @@ def _nnx_scanned(arm: Style, config: Config) -> LayersProgram:
     def loss(stack: PyTree, x: Array) -> Array:
         return _mean_square(jax.lax.scan(lambda x, layer: layer(x), x, stack)[0])
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    return LayersProgram(init, loss, example(config, config.train.global_batch))
 
 
 class _Unrolled(nn.Module):
@@ -180,10 +150,7 @@ class _Unrolled(nn.Module):
 
 
 class _Scanned(nn.Module):
-    """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
-
-    The second trace would look for values that are the same in every layer; here there are none.
-    """
+    """Layers stacked by `nn.scan`."""
 
     arm: Style
     config: Config
@@ -197,52 +164,36 @@ class _Scanned(nn.Module):
             split_rngs={"params": True},
             length=self.config.model.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
+            # They would trace the body twice, to find what is the same in all layers: nothing is.
             check_constancy_invariants=False,
         )
         return scanned(self.arm.make(self.config, "layers"), x, None)[0]
 
 
-def _linen(kind: type[_Unrolled] | type[_Scanned], arm: Style, config: Config) -> LayersProgram:
-    module, one = kind(arm, config), example(config)
-    apply = cast(Callable[[PyTree, Array], Array], module.apply)
-
-    def init() -> PyTree:
-        variables = module.init(jax.random.key(0), jnp.zeros(one.shape, one.dtype))
-        return nn.meta.unbox(variables)
+def _linen(module: nn.Module, config: Config) -> LayersProgram:
+    init, apply = _linen_init(module, config), cast(Callable[..., Array], module.apply)
 
     def loss(variables: PyTree, x: Array) -> Array:
         return _mean_square(apply(variables, x))
 
-    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+    x = example(config, config.train.global_batch)
+    return LayersProgram(lambda: init(jax.random.key(0)), loss, x)
 
 
-def _nnx_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
-    def init(key: Array) -> PyTree:
+def _linen_init(module: nn.Module, config: Config) -> Callable[[Array], PyTree]:
+    one = example(config)
+    return lambda key: nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
+
+
+def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
+    """One layer per stage and repeat, in as many microbatches as stages."""
+    layer = arm.make(config, None) if arm.is_linen else None
+    apply = layer.apply if layer else lambda layer, x: layer(x)
+
+    def init_nnx(key: Array) -> PyTree:
         return arm.make(config, nnx.Rngs(params=key))
 
-    return _pipeline(init, lambda layer, x: layer(x), config, mesh)
-
-
-def _linen_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
-    module = arm.make(config, None)
-    one = example(config)
-
-    def init(key: Array) -> PyTree:
-        return nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
-
-    return _pipeline(init, module.apply, config, mesh)
-
-
-def _pipeline(
-    init_one: Callable[[Array], PyTree],
-    apply: Callable[[PyTree, Array], tuple[Array, PyTree]],
-    config: Config,
-    mesh: Mesh,
-) -> LayersProgram:
-    """A pipeline with one layer per stage and repeat, and with as many microbatches as stages.
-
-    The parameters are `[repeats, stages, …]`, sharded along `stage`.
-    """
+    init_one = _linen_init(layer, config) if layer else init_nnx
     stages = mesh.shape["stage"]
     repeats = config.model.num_layers // stages
     schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)

@@ -3,28 +3,22 @@
 import contextlib
 import cProfile
 import dataclasses
+import functools
 import gc
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from linen_compat._overhead import LOOPS
-from linen_compat._overhead.arms import (
-    ARMS,
-    LayersProgram,
-    Style,
-    make_program,
-    mesh_for_loop,
-    stages_for,
-)
+from linen_compat._overhead import arms as styles
+from linen_compat._overhead.arms import ARMS, LayersProgram, Style
 from linen_compat.bridge._blueprint import forget_blueprints
 from linen_compat.formats._intact import Json
 from nnx_pipeline import Config, InputError
@@ -43,16 +37,14 @@ RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 class Figures:
     """What one arm needs in one loop; None where it could not be measured.
 
-    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, the median of
-      the repetitions.
+    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, medians.
     - `compile`: elapsed seconds of one compilation.
     - `dispatch`: elapsed seconds from the call of a compiled step until it returns, without waiting
       for its result; the median of `DISPATCHES` calls.
-    - `temp_bytes`: bytes per device, as the compiler reports them.
-    - `hlo_instructions`: the number of instructions in the compiled program.
+    - `temp_bytes`, `hlo_instructions`: of the compiled program, the bytes per device.
     - `host_bytes`: the peak size of Python objects from abstract init to lowering.
-    - `python_calls`: the number of function calls in tracing and lowering. It says the same as
-      their seconds and is not disturbed by what else the machine does.
+    - `python_calls`: of functions in tracing and lowering, which nothing else on the machine
+      disturbs.
     """
 
     abstract_init: float | None = None
@@ -74,12 +66,8 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 class OverheadRow:
     """The figures of one arm in one loop.
 
-    - `loop`: one of `LOOPS`.
-    - `arm`: the name of the arm.
-    - `native`: the arm that it is compared with.
-    - `ratios`: each figure divided by the native arm's. A ratio of seconds is the median of
-      the ratios within each repetition, in which other work on the machine affects both arms alike;
-      it need not be the ratio of the medians.
+    - `ratios`: each figure divided by the arm's `native`. A ratio of seconds is the median of the
+      ratios within each repetition, in which other work on the machine affects both arms alike.
     - `error`: why there are no figures, None where there are.
     """
 
@@ -93,13 +81,7 @@ class OverheadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """The result of a measurement: all rows, and what they were measured with.
-
-    - `config`: the model whose layers were measured, and the batch.
-    - `repetitions`: how often initialisation, tracing and lowering were timed.
-    - `rows`: one for each loop and arm.
-    - `versions`: the versions of Python and of the packages that decide what the compiler does.
-    """
+    """What was measured, and with what."""
 
     config: Config
     repetitions: int
@@ -107,7 +89,7 @@ class Overhead:
     versions: dict[str, str]
 
     def to_json(self) -> Json:
-        """The result as plain values: schema 1 of `linen-compat overhead --json`."""
+        """Schema 1 of `linen-compat overhead --json`."""
         return {
             "schema": 1,
             "platform": "cpu",
@@ -123,14 +105,12 @@ class Overhead:
 class _Samples:
     """What was measured of one arm.
 
-    - `seconds`: a list of times for each timed figure.
-    - `counts`: the figures that are measured once and are not times.
-    - `step`: runs the compiled step; None if there is none, or its arrays are too large
-      (`RUN_LIMIT`).
-    - `error`: why the arm failed.
+    `seconds` has a list of times for each timed figure, and `counts` the others. `step` runs the
+    compiled step; None if its arrays exceed `RUN_LIMIT`. `error` says why the arm failed.
     """
 
     arm: Style
+    make: Callable[[], LayersProgram]
     seconds: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     step: Callable[[], PyTree] | None = None
@@ -140,17 +120,17 @@ class _Samples:
         self.seconds.setdefault(name, []).append(seconds)
 
     def figures(self) -> Figures:
-        """The medians of the times, and the counts; nothing from an arm that failed."""
         if self.error is not None:
             return Figures()
         seconds: Json = {name: median(values) for name, values in self.seconds.items()}
         return Figures(**seconds, **self.counts)
 
-    @contextlib.contextmanager
-    def catching(self) -> Iterator[None]:
-        """Keeps an exception as the arm's error, so that the others are still measured."""
+    def attempt(self, measure: Callable[["_Samples"], object]) -> None:
+        """Measures unless the arm has failed; its exception does not stop the other arms."""
+        if self.error is not None:
+            return
         try:
-            yield
+            measure(self)
         except Exception as error:  # wrappers, JAX and compilers raise many kinds
             lines = str(error).strip().splitlines() or [""]
             self.error = f"{type(error).__name__}: {lines[0][:200]}"
@@ -166,18 +146,12 @@ def measure_overhead(
 ) -> Overhead:
     """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
 
-    In each repetition the arms take turns, every time from empty caches; the next repetition starts
-    one arm later.
-
-    - `config`: only `config.model`, `train.global_batch` and `train.sequence_length` count.
-    - `repetitions`: how often tracing and lowering are timed.
-    - `loops`, `arms`: those to measure.
-    - `progress`: called with a line of text before each step of the measurement.
-
-    Raises InputError when layers or batch do not split over the stages of the pipeline.
+    In each repetition the arms take turns, from empty caches, and each time another one begins. Of
+    the config only the model, the batch and the length count. Raises InputError when layers or
+    batch do not split over the stages of the pipeline.
     """
     check_loops(config, loops)
-    Platform.parse("cpu").devices(stages_for(config.model.num_layers) or 1)
+    Platform.parse("cpu").devices(styles.stages_for(config.model.num_layers) or 1)
     rows: list[OverheadRow] = []
     for loop in loops:
         rows += _measure_loop(config, loop, arms, repetitions, progress)
@@ -186,16 +160,12 @@ def measure_overhead(
 
 
 def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
-    """Raises InputError unless these loops are known and the layers and the batch fit them.
-
-    - `config`: gives the number of layers and the batch.
-    - `loops`: names from `LOOPS`; only the pipeline has conditions on the config.
-    """
+    """Raises InputError unless these loops are known and the layers and the batch fit them."""
     for loop in loops:
         one_of("loop", loop, LOOPS)
     if "pipeline" not in loops:
         return
-    layers, stages = config.model.num_layers, stages_for(config.model.num_layers)
+    layers, stages = config.model.num_layers, styles.stages_for(config.model.num_layers)
     if not stages:
         raise InputError(
             f"{layers} layers do not split over 4 or 2 stages of the pipeline that is measured; "
@@ -210,38 +180,38 @@ def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
 def _measure_loop(
     config: Config, loop: str, arms: Sequence[Style], repetitions: int, progress: Progress
 ) -> list[OverheadRow]:
-    mesh = mesh_for_loop(loop, config.model.num_layers)
-    samples = [_Samples(arm) for arm in arms]
+    mesh = styles.mesh_for_loop(loop, config.model.num_layers)
+    samples = [
+        _Samples(arm, functools.partial(styles.make_program, arm, loop, config, mesh))
+        for arm in arms
+    ]
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        _warm_up(samples[0], loop, config, mesh)
+        # Once without timing, so that imports at first use do not count for the first arm.
+        samples[0].attempt(lambda one: _lowered(one.make()))
         for repetition in range(repetitions):
             turn = repetition % len(samples)  # so that no arm always comes first
             for one in (*samples[turn:], *samples[:turn]):
                 progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
-                if one.error is None:
-                    with one.catching():
-                        _measure_once(one, make_program(one.arm, loop, config, mesh))
+                one.attempt(_measure_once)
         for one in samples:
             progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
-            if one.error is None:
-                with one.catching():
-                    program = make_program(one.arm, loop, config, mesh)
-                    _compile(one, program)
-                    _measure_host(one, program)
-                    one.counts["python_calls"] = count_calls(program)
+            one.attempt(_measure_beside)
         progress(f"{loop}: dispatch")
         for _ in range(DISPATCHES):
             for one in samples:
-                if one.step is not None and one.error is None:
-                    with one.catching():
-                        _dispatch(one)
-    return _rows(loop, samples)
-
-
-def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
-    """Lowers once without timing, so that imports at first use do not count for the first arm."""
-    with one.catching():
-        _lowered(make_program(one.arm, loop, config, mesh))
+                one.attempt(_dispatch)
+    by_name = {one.arm.name: one for one in samples}
+    return [
+        OverheadRow(
+            loop=loop,
+            arm=one.arm.name,
+            native=one.arm.native,
+            figures=one.figures(),
+            ratios=_ratios(one, by_name.get(one.arm.native)),
+            error=one.error,
+        )
+        for one in samples
+    ]
 
 
 def _lowered(
@@ -251,8 +221,7 @@ def _lowered(
 ) -> tuple[PyTree, jax.stages.Lowered]:
     """The abstract parameters and the lowered program, made from empty caches.
 
-    - `note`: called with the name of each part and its seconds of processor time.
-    - `profiled`: a context that is entered for tracing and lowering.
+    `note` is called with the name of each part and its seconds of processor time.
     """
     jax.clear_caches()
     forget_blueprints()
@@ -271,7 +240,8 @@ def _lowered(
     return params, lowered
 
 
-def _measure_once(one: _Samples, program: LayersProgram) -> None:
+def _measure_once(one: _Samples) -> None:
+    program = one.make()
     gc.collect()  # or the garbage of other arms would be collected in this one's time
     gc.disable()
     try:
@@ -280,7 +250,9 @@ def _measure_once(one: _Samples, program: LayersProgram) -> None:
         gc.enable()
 
 
-def _compile(one: _Samples, program: LayersProgram) -> None:
+def _measure_beside(one: _Samples) -> None:
+    """Compiles, and measures host memory and calls."""
+    program = one.make()
     params, lowered = _lowered(program)
     started = time.perf_counter()
     compiled = lowered.compile()
@@ -294,15 +266,11 @@ def _compile(one: _Samples, program: LayersProgram) -> None:
     )
     # The gradients take as much as the parameters, which are among the arguments.
     if 2 * memory.argument_size_in_bytes + memory.temp_size_in_bytes <= RUN_LIMIT:
-        arguments = jax.tree.map(_zeros, (params, program.x))
+        arguments = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
+            (params, program.x),
+        )
         one.step = lambda: compiled(*arguments)
-
-
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-
-
-def _measure_host(one: _Samples, program: LayersProgram) -> None:
     gc.collect()
     tracemalloc.start()
     try:
@@ -310,6 +278,7 @@ def _measure_host(one: _Samples, program: LayersProgram) -> None:
         one.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    one.counts["python_calls"] = count_calls(program)
 
 
 def count_calls(program: LayersProgram) -> int:
@@ -320,26 +289,12 @@ def count_calls(program: LayersProgram) -> int:
 
 
 def _dispatch(one: _Samples) -> None:
-    assert one.step is not None, "there is a compiled step"
+    if one.step is None:
+        return
     started = time.perf_counter()
     result = one.step()
     one.add("dispatch", time.perf_counter() - started)
     jax.block_until_ready(result)
-
-
-def _rows(loop: str, samples: list[_Samples]) -> list[OverheadRow]:
-    by_name = {one.arm.name: one for one in samples}
-    return [
-        OverheadRow(
-            loop=loop,
-            arm=one.arm.name,
-            native=one.arm.native,
-            figures=one.figures(),
-            ratios=_ratios(one, by_name.get(one.arm.native)),
-            error=one.error,
-        )
-        for one in samples
-    ]
 
 
 def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:

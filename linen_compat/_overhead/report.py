@@ -1,5 +1,6 @@
 """Shows the overhead of each style as a table and as a picture."""
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,7 @@ _TRACE, _LOWER, _INK = "#0072b2", "#56b4e9", "#404040"
 def overhead_view(result: Overhead) -> RenderableType:
     """A table per loop: the figures of each arm, and their ratio to the native arm."""
     views: list[RenderableType] = [Text(_title(result), style="bold")]
-    for loop in dict.fromkeys(row.loop for row in result.rows):
-        views.append(_table(loop, [row for row in result.rows if row.loop == loop]))
+    views += [_table(loop, rows) for loop, rows in _by_loop(result).items()]
     views.append(
         Text(
             "init, trace, lower, both (trace + lower): seconds of CPU time. × both, × calls: the "
@@ -35,13 +35,14 @@ def overhead_view(result: Overhead) -> RenderableType:
             "size of Python objects."
         )
     )
-    views += [
-        Text(f"{row.loop}, {row.arm}: {row.error}", style="yellow")
-        for row in result.rows
-        if row.error
-    ]
+    failed = [row for row in result.rows if row.error]
+    views += [Text(f"{row.loop}, {row.arm}: {row.error}", style="yellow") for row in failed]
     packages = ", ".join(f"{name} {value}" for name, value in result.versions.items())
     return Group(*views, Text(f"on the CPU, {packages}"))
+
+
+def _by_loop(result: Overhead) -> dict[str, list[OverheadRow]]:
+    return {key: list(rows) for key, rows in itertools.groupby(result.rows, lambda row: row.loop)}
 
 
 def _title(result: Overhead) -> str:
@@ -54,19 +55,8 @@ def _title(result: Overhead) -> str:
 
 
 # The figures of a style, and the order in which a narrow screen leaves them out.
-_COLUMNS = {
-    "init": 8,
-    "trace": 6,
-    "lower": 5,
-    "both": 0,
-    "× both": 0,
-    "× calls": 4,
-    "compile": 3,
-    "temp MB": 0,
-    "HLO": 9,
-    "call µs": 1,
-    "host MB": 7,
-}
+_TIMES = {"init": 8, "trace": 6, "lower": 5, "both": 0, "× both": 0, "× calls": 4, "compile": 3}
+_COLUMNS = {**_TIMES, "temp MB": 0, "HLO": 9, "call µs": 1, "host MB": 7}
 
 
 def _table(loop: str, rows: Sequence[OverheadRow]) -> Columns:
@@ -74,29 +64,22 @@ def _table(loop: str, rows: Sequence[OverheadRow]) -> Columns:
     table = Columns([Column("style"), *heads], title=loop)
     for row in rows:
         figures = row.figures
+        seconds = (figures.abstract_init, figures.trace, figures.lower, figures.trace_and_lower)
         table.add_row(
             row.arm,
-            *map(
-                _seconds,
-                (figures.abstract_init, figures.trace, figures.lower, figures.trace_and_lower),
-            ),
-            _ratio(row.ratios["trace_and_lower"]),
-            _ratio(row.ratios["python_calls"]),
-            _seconds(figures.compile),
+            *(_cell(value, ".3f") for value in seconds),
+            *(_cell(row.ratios[name], ".2f") for name in ("trace_and_lower", "python_calls")),
+            _cell(figures.compile, ".3f"),
             megabytes(figures.temp_bytes),
-            "–" if figures.hlo_instructions is None else f"{figures.hlo_instructions:,}",
-            "–" if figures.dispatch is None else f"{figures.dispatch * 1e6:,.0f}",
+            _cell(figures.hlo_instructions, ",d"),
+            _cell(None if figures.dispatch is None else figures.dispatch * 1e6, ",.0f"),
             megabytes(figures.host_bytes),
         )
     return table
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def write_overhead_picture(result: Overhead, path: str) -> None:
@@ -108,12 +91,12 @@ def overhead_figure(result: Overhead) -> "Figure":
     """Bars of tracing and lowering, a panel per loop, with the ratio to the native style."""
     from matplotlib.figure import Figure
 
-    loops = list(dict.fromkeys(row.loop for row in result.rows))
+    loops = _by_loop(result)
     arms = len(result.rows) // len(loops)
     figure = Figure(figsize=(4.2 * len(loops) + 1.2, 0.42 * arms + 1.8), layout="constrained")
     panels = figure.subplots(1, len(loops), sharey=True, squeeze=False)[0]
-    for axes, loop in zip(panels, loops, strict=True):
-        _draw(axes, loop, [row for row in result.rows if row.loop == loop])
+    for axes, (loop, rows) in zip(panels, loops.items(), strict=True):
+        _draw(axes, loop, rows)
     figure.suptitle(_title(result), fontsize=10.5, fontweight="bold")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
@@ -129,15 +112,9 @@ def _draw(axes: "Axes", loop: str, rows: Sequence[OverheadRow]) -> None:
     for place, row in enumerate(rows):
         ratio = row.ratios["trace_and_lower"]
         text = "not measured" if ratio is None else f"{ratio:.2f}× {row.native}"
-        end = trace[place] + lower[place]
+        end = (trace[place] + lower[place], place)
         axes.annotate(
-            text,
-            (end, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=_INK,
+            text, end, (4, 0), textcoords="offset points", va="center", fontsize=8, color=_INK
         )
     # Beyond the longest bar there is room for its text.
     axes.set_xlim(0, 1.55 * max([a + b for a, b in zip(trace, lower, strict=True)] + [1e-9]))

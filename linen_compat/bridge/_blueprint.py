@@ -11,8 +11,7 @@ from flax import nnx
 from flax.typing import PathParts
 from jaxtyping import Array, PyTree
 
-from linen_compat.bridge._axes import linen_axes
-from linen_compat.bridge._paths import Path, Variable, linen_paths
+from linen_compat.bridge._paths import Path, Variable, linen_axes, linen_paths
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._tracing.calls import this_turn
 from nnx_pipeline.modules.moe import SelectionBias
@@ -20,22 +19,17 @@ from nnx_pipeline.modules.moe import SelectionBias
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an NNX module is constructed: `kind(*args, **dict(options), rngs=…)`.
-
-    - `kind`: the class of the module.
-    - `args`: positional arguments, which can be hashed.
-    - `options`: keyword arguments as pairs of name and value, which can be hashed.
-    """
+    """How an NNX module is made, `kind(*args, **dict(options), rngs=…)`; it can be hashed."""
 
     kind: type[nnx.Module]
     args: tuple[object, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
 
-    def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A module with new variables.
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
 
-        - `rngs`: left out where the class takes none.
-        """
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
         options = dict(self.options)
         if takes_rngs(self.kind):
             options["rngs"] = rngs
@@ -44,13 +38,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class BridgedVariable:
-    """One variable of a module, as NNX and as Linen hold it.
-
-    - `nnx`: its path in the NNX module.
-    - `linen`: its path in Linen, which begins with the collection.
-    - `shape`: the shape of its array.
-    - `box`: puts an array into the variable's Linen metadata box, if it has one.
-    """
+    """One variable of a module; `box` puts an array into its Linen metadata box, if it has one."""
 
     nnx: PathParts
     linen: Path
@@ -60,12 +48,7 @@ class BridgedVariable:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A stream of random numbers in an NNX module.
-
-    - `key`, `count`: the paths of its key and of its count.
-    - `name`: what Linen calls the stream.
-    - `shape`: the shape of its array of keys, `()` for one key.
-    """
+    """A stream of random numbers; `shape` is that of its array of keys, `()` for one key."""
 
     key: PathParts
     count: PathParts
@@ -75,13 +58,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """The graph of an NNX module, its variables and its streams of random numbers.
-
-    - `graph`: what `nnx.merge` needs beside the arrays.
-    - `slots`: the variables, without those of random numbers.
-    - `streams`: the streams of random numbers that the module holds.
-    - `shapes`: the shape of each variable, by its Linen path.
-    """
+    """The graph of an NNX module, its variables, and its streams of random numbers."""
 
     graph: nnx.GraphDef[nnx.Module]
     slots: tuple[BridgedVariable, ...]
@@ -89,20 +66,14 @@ class Blueprint:
     shapes: dict[Path, tuple[int, ...]]
 
     def build(self, values: Mapping[PathParts, Array]) -> nnx.Module:
-        """The module with these arrays; its constructor does not run.
-
-        - `values`: arrays of all variables and streams, by NNX path.
-        """
-        module: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(values.items()))
-        return module
+        """The module with these arrays, by NNX path; its constructor does not run."""
+        return nnx.merge(self.graph, nnx.from_flat_state(values.items()))
 
 
 class StreamPerName(nnx.Rngs):
     """Random streams for a constructor: each is made when its name is first read.
 
     The tag of a stream is its name, which is also the name of Linen's stream.
-
-    - `make_key`: gives the key of a stream from its name.
     """
 
     def __init__(self, make_key: Callable[[str], Array]) -> None:
@@ -124,8 +95,7 @@ class StreamPerName(nnx.Rngs):
 def blueprint(recipe: Recipe) -> Blueprint:
     """The blueprint of a recipe under the ambient mesh, on which a module's parts may depend.
 
-    The constructor runs on abstract arrays, the first time only. Raises InputError for a module
-    with an array outside of variables.
+    The constructor runs on abstract arrays, the first time only.
     """
     return _blueprint(recipe, jax.sharding.get_abstract_mesh(), this_turn())
 
@@ -135,21 +105,20 @@ def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
     # Both are here as keys of the cache: the result depends on the ambient mesh, and within
     # `traced_afresh` nothing from an earlier measurement may be used.
     del mesh, turn
-    module = nnx.eval_shape(lambda: recipe.make(StreamPerName(_any_key)))
+    module = nnx.eval_shape(lambda: recipe.make(StreamPerName(lambda name: jax.random.key(0))))
     graph, state = nnx.split(module)
     renamed = linen_paths(module)
     slots, streams = [], []
-    variables = dict(nnx.to_flat_state(state))
-    for path, variable in variables.items():
+    for path, variable in nnx.to_flat_state(state):
         if not isinstance(variable, nnx.Variable):
             raise InputError(
-                f"{recipe.kind.__name__} holds an array at {'.'.join(map(str, path))} that is not "
+                f"{recipe.name} holds an array at {'.'.join(map(str, path))} that is not "
                 "in an nnx.Variable, so it belongs to no collection; wrap it in one, such as "
                 "nnx.Param"
             )
         if not hasattr(variable.get_value(), "shape"):
             raise InputError(
-                f"{recipe.kind.__name__}.{'.'.join(map(str, path))} holds a "
+                f"{recipe.name}.{'.'.join(map(str, path))} holds a "
                 f"{type(variable.get_value()).__name__} and not an array; give each array a "
                 "variable of its own, such as nnx.List([nnx.Param(a), nnx.Param(b)])"
             )
@@ -157,20 +126,12 @@ def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
             count = (*path[:-1], "count")
             streams.append(Stream(path, count, variable.tag, variable.get_value().shape))
         elif not isinstance(variable, nnx.RngState):
-            own = tuple(map(str, path))
-            slots.append(
-                BridgedVariable(
-                    path,
-                    (collection_of(variable), *renamed.get(own, own)),
-                    tuple(variable.get_value().shape),
-                    _boxing(variable, renamed.get(own)),
-                )
-            )
+            own, shape = tuple(map(str, path)), tuple(variable.get_value().shape)
+            linen = (collection_of(variable), *renamed.get(own, own))
+            slots.append(BridgedVariable(path, linen, shape, _boxing(variable, renamed.get(own))))
     shapes = {slot.linen: slot.shape for slot in slots}
     if len(shapes) < len(slots):
-        raise InputError(
-            f"two variables of {recipe.kind.__name__} get the same path in Linen; rename one"
-        )
+        raise InputError(f"two variables of {recipe.name} get the same path in Linen; rename one")
     return Blueprint(graph, tuple(slots), tuple(streams), shapes)
 
 
@@ -207,14 +168,8 @@ def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
     return lambda value: value
 
 
-def _any_key(name: str) -> Array:
-    """A placeholder for constructors on abstract arrays, where no key's value is used."""
-    return jax.random.key(0)
-
-
 @functools.cache
 def takes_rngs(kind: type[nnx.Module]) -> bool:
-    """Whether the constructor of a class takes an argument `rngs`."""
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()

@@ -13,13 +13,12 @@ from nnx_pipeline.lab.errors import nearest
 
 
 def check_class(kind: object) -> None:
-    """Raises InputError unless `to_linen` was given a class of NNX modules."""
     if isinstance(kind, type) and issubclass(kind, nnx.Module):
         return
-    name = _name(kind)
+    name = _type(kind).__name__
     if isinstance(kind, nnx.Module):
         cure = f"give the class and its arguments, to_linen({name}, …)"
-    elif isinstance(kind, nn.Module) or (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    elif issubclass(_type(kind), nn.Module):
         cure = f"{name} is already a Linen module; use it as it is"
     else:
         cure = "give a class and its arguments, such as to_linen(RMSNorm, config)"
@@ -27,15 +26,12 @@ def check_class(kind: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """Raises InputError unless `to_nnx` was given a Linen module."""
     if isinstance(module, nn.Module):
         return
-    name = _name(module)
+    name = _type(module).__name__
     if isinstance(module, type) and issubclass(module, nn.Module):
         cure = f"make one first, to_nnx({name}(…), …)"
-    elif isinstance(module, nnx.Module) or (
-        isinstance(module, type) and issubclass(module, nnx.Module)
-    ):
+    elif issubclass(_type(module), nnx.Module):
         cure = f"{name} is already an NNX module; use it as it is"
     else:
         cure = "give a Linen module and an example of its inputs, such as to_nnx(Dense(4), x)"
@@ -49,12 +45,7 @@ def check_arguments(
     *,
     of: str,
 ) -> None:
-    """Raises InputError unless a method takes these arguments.
-
-    - `function`: the method, which gets None in place of its module.
-    - `args`, `options`: the positional and the keyword arguments.
-    - `of`: what is called, for the message.
-    """
+    """Raises InputError unless a method takes these arguments; `of` is its name."""
     try:
         inspect.signature(function).bind(None, *args, **options)
     except TypeError as error:
@@ -63,19 +54,12 @@ def check_arguments(
 
 
 def check_method(module: object, name: object, *, of: str) -> None:
-    """Raises InputError unless a module has a method of that name.
-
-    - `module`: an NNX or a Linen module, or its class.
-    - `name`: the name that a caller asked for.
-    - `of`: what is called, for the message.
-    """
     if not isinstance(name, str) or not callable(getattr(module, name, None)):
         methods = [one for one in dir(type(module)) if not one.startswith("_")]
         raise InputError(f"{of} has no method {name!r}; {nearest(str(name), methods)}")
 
 
 def check_rngs(rngs: object) -> None:
-    """Raises InputError for anything but None, a key, a seed or an `nnx.Rngs`."""
     is_seed = isinstance(rngs, int | np.integer) and not isinstance(rngs, bool)
     if rngs is None or is_seed or isinstance(rngs, nnx.Rngs | jax.Array | np.ndarray):
         return
@@ -95,10 +79,7 @@ def check_collections(variables: object, *, of: str) -> None:
 
 
 def check_collect(collect: Iterable[str]) -> tuple[str, ...]:
-    """The names of collections as a tuple.
-
-    Raises InputError for one string, whose letters would be taken for names.
-    """
+    """The names of collections as a tuple; one string, whose letters would be names, is refused."""
     if isinstance(collect, str):
         raise InputError(
             f"collect={collect!r} is a single string; give a tuple, collect=({collect!r},)"
@@ -106,8 +87,8 @@ def check_collect(collect: Iterable[str]) -> tuple[str, ...]:
     return tuple(collect)
 
 
-def _name(thing: object) -> str:
-    return (thing if isinstance(thing, type) else type(thing)).__name__
+def _type(thing: object) -> type:
+    return thing if isinstance(thing, type) else type(thing)
 
 
 def _short(thing: object) -> str:

@@ -1,5 +1,6 @@
-"""Paths of parameters: their names on the other side of a wrapper, and checks of given trees."""
+"""Paths and axes of parameters on the other side of a wrapper, and checks of given trees."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,90 +14,125 @@ from jaxtyping import PyTree
 from linen_compat import modules
 from linen_compat.formats import _names as names
 from linen_compat.formats._names import Names
-from linen_compat.modules.parameters import unboxed
-from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
-from nnx_pipeline.modules import LatentAttention
+from linen_compat.modules.parameters import AXES, unboxed
+from nnx_pipeline import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    Embed,
+    InputError,
+    LatentAttention,
+    ModelConfig,
+    RMSNorm,
+    RoutedMoE,
+)
 
 Path = tuple[str, ...]
 Tree = Mapping[str, PyTree]
 Flat = Mapping[Path, PyTree]  # the leaves of a tree by their paths
 Variable = nnx.Variable[Any]
+Axes = tuple[str | None, ...]
 
 _LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
-# With a latent vector of queries or without: no module has both.
-_LATENT = {
-    True: names.LATENT_ATTENTION,
-    False: names.PLAIN_QUERY,
-}
 _DEEPSEEK = "DeepSeekMoeBlock_0/"
+# MaxText's names of axes by the end of the Linen path. The first match is taken.
+_MAXTEXT_AXES: dict[str, Axes] = {
+    "query/kernel": ("embed", "q_heads", "kv"),
+    "wq_a/kernel": ("embed", "q_lora_up_proj"),
+    "wq_b/kernel": ("q_lora", "q_heads", "kv"),
+    "wkv_a/kernel": ("embed", "kv_lora_up_proj"),
+    "wkv_b/kernel": ("kv_lora", "kv_heads", "kv_head_dim"),
+    "key/kernel": ("embed", "kv_heads", "kv_head_dim"),
+    "value/kernel": ("embed", "kv_heads", "kv_head_dim"),
+    "out/kernel": ("heads", "kv", "embed"),
+    "DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel": ("embed_moe", None),
+    "gate/kernel": ("embed", None),
+    "gate/bias": (None,),
+    "wi_0/kernel": ("embed", "mlp"),
+    "wi_1/kernel": ("embed", "mlp"),
+    "wo/kernel": ("mlp", "embed"),
+    "wi_0": ("exp", "embed_moe", "mlp_moe"),
+    "wi_1": ("exp", "embed_moe", "mlp_moe"),
+    "wo": ("exp", "mlp_moe", "embed_moe"),
+    "scale": ("norm",),
+    "embedding": ("vocab", "embed_vocab"),
+    "logits_dense/kernel": ("embed_vocab", "vocab"),
+}
 
 
 def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[Names, ...]:
     return tuple(
-        Names(
-            entry.nnx.removeprefix(nnx_prefix),
-            entry.linen.removeprefix(linen_prefix),
-            entry.huggingface,
+        dataclasses.replace(
+            entry,
+            nnx=entry.nnx.removeprefix(nnx_prefix),
+            linen=entry.linen.removeprefix(linen_prefix),
         )
         for entry in table
     )
 
 
-# The parameters of each class of this project, with paths in NNX and in Linen that start at the
-# class.
-_OF_CLASS: dict[type, tuple[Names, ...]] = {
-    RMSNorm: (Names("scale", "scale", ""),),
-    Embed: (Names("embedding", "embedding", ""),),
-    Attention: _below((*names.ATTENTION, *names.QK_NORMS), "attention.", "self_attention/"),
-    RoutedMoE: _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/"),
-    MLP: _below(names.MLP, "feed_forward.", "mlp/"),
-}
-_OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
-    modules.RMSNorm: _OF_CLASS[RMSNorm],
-    modules.Embed: _OF_CLASS[Embed],
-    modules.Attention: _OF_CLASS[Attention],
-    modules.MoeBlock: _OF_CLASS[RoutedMoE],
-    modules.MlpBlock: _OF_CLASS[MLP],
-    modules.DeepSeekMoeBlock: _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", _DEEPSEEK),
-    modules.MixtralDecoderLayer: (*_LAYER, *names.EXPERTS),
-    modules.Qwen3MoeDecoderLayer: (*_LAYER, *names.EXPERTS_OF_QWEN3),
-    modules.LlamaDecoderLayer: (*_LAYER, *names.MLP),
-}
+# The parameters of each class of this project, NNX or Linen, with paths that start at the class.
+_OF_CLASSES: tuple[tuple[tuple[type, ...], tuple[Names, ...]], ...] = (
+    ((RMSNorm, modules.RMSNorm), (Names("scale", "scale", ""),)),
+    ((Embed, modules.Embed), (Names("embedding", "embedding", ""),)),
+    (
+        (Attention, modules.Attention),
+        _below((*names.ATTENTION, *names.QK_NORMS), "attention.", "self_attention/"),
+    ),
+    ((RoutedMoE, modules.MoeBlock), _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/")),
+    ((MLP, modules.MlpBlock), _below(names.MLP, "feed_forward.", "mlp/")),
+    (
+        (modules.DeepSeekMoeBlock,),
+        _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", _DEEPSEEK),
+    ),
+    ((modules.MixtralDecoderLayer,), (*_LAYER, *names.EXPERTS)),
+    ((modules.Qwen3MoeDecoderLayer,), (*_LAYER, *names.EXPERTS_OF_QWEN3)),
+    ((modules.LlamaDecoderLayer,), (*_LAYER, *names.MLP)),
+)
 
 
-def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
-    """The names of the parameters in a module of this project; None for any other module."""
+def table_of(module: nnx.Module | nn.Module) -> tuple[Names, ...]:
+    """The names of the parameters in a module of this project; none for any other module."""
     if isinstance(module, DecoderLayer):
         routed, config = "router" in vars(module.feed_forward), module.attention.config
-        if config.kv_lora_rank is not None:
-            experts = names.EXPERTS_OF_DEEPSEEK if routed else names.MLP
-            return (*names.NORMS, *_LATENT[config.q_lora_rank is not None], *experts)
-        return names.of_layer(2 if routed else 1, qk_norm=config.qk_norm)
-    if isinstance(module, LatentAttention):
-        table = _LATENT[module.config.q_lora_rank is not None]
-        return _below(table, "attention.", "self_attention/")
-    if isinstance(module, RoutedMoE) and module.config.kv_lora_rank is not None:
-        return _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", _DEEPSEEK)
-    return next((table for kind, table in _OF_CLASS.items() if isinstance(module, kind)), None)
+        if config.kv_lora_rank is None:
+            return names.of_layer(2 if routed else 1, qk_norm=config.qk_norm)
+        return _of_latent_layer(config, routed)
+    if isinstance(module, modules.DeepSeekDenseLayer | modules.DeepSeekMoELayer):
+        return _of_latent_layer(module.config, isinstance(module, modules.DeepSeekMoELayer))
+    if isinstance(module, LatentAttention | modules.LatentAttention):
+        return _below(_latent(module.config), "attention.", "self_attention/")
+    if isinstance(module, RoutedMoE | modules.MoeBlock) and module.config.kv_lora_rank is not None:
+        prefix = _DEEPSEEK if isinstance(module, RoutedMoE) else f"{_DEEPSEEK}MoeBlock_0/"
+        return _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", prefix)
+    return next((table for kinds, table in _OF_CLASSES if isinstance(module, kinds)), ())
+
+
+def _of_latent_layer(config: ModelConfig, routed: bool) -> tuple[Names, ...]:
+    experts = names.EXPERTS_OF_DEEPSEEK if routed else names.MLP
+    return (*names.NORMS, *_latent(config), *experts)
+
+
+def _latent(config: ModelConfig) -> tuple[Names, ...]:
+    return names.PLAIN_QUERY if config.q_lora_rank is None else names.LATENT_ATTENTION
 
 
 def linen_paths(module: nnx.Module) -> dict[Path, Path]:
     """The Linen path of every parameter of a class of this project, by NNX path.
 
-    The outermost such class decides the names below it. All other paths are the same in NNX and in
-    Linen.
+    The outermost such class decides the names below it.
     """
     found: dict[Path, Path] = {}
     # Outer modules come first, and `setdefault` keeps the names that they give.
     for at, inner in sorted(nnx.iter_modules(module), key=lambda pair: len(pair[0])):
         prefix = tuple(map(str, at))
-        for entry in table_of(inner) or ():
+        for entry in table_of(inner):
             found.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
     return found
 
 
 def flatten(tree: Tree) -> dict[Path, PyTree]:
-    """Turns nested mappings into one mapping from path to leaf; metadata boxes are leaves."""
+    """One mapping from path to leaf; metadata boxes are leaves."""
     flat: dict[Path, PyTree] = {}
     stack: list[tuple[Path, PyTree]] = [((), tree)]
     while stack:
@@ -108,29 +144,15 @@ def flatten(tree: Tree) -> dict[Path, PyTree]:
     return flat
 
 
-def nest(flat: Flat) -> dict[str, PyTree]:
-    """Turns a mapping from path to leaf into nested mappings: the inverse of `flatten`."""
-    tree: dict[str, PyTree] = {}
-    for path, leaf in flat.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
-
-
 def unboxed_shape(leaf: PyTree) -> PyTree:
     """The shape of an array, in a metadata box or not; of a pytree, that of each array in it."""
     return jax.tree.map(np.shape, unboxed(leaf))
 
 
 def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
-    """Raises InputError for a leaf that is unknown, missing, or of another shape than needed.
+    """Raises InputError for a leaf that is unknown, missing, or of another shape than wanted.
 
-    - `given`: arrays, in metadata boxes or not, by paths that begin with the collection.
-    - `wanted`: shapes, as from `shape_of`, by such paths.
-    - `of`: the name of the module, for the message.
-    - `at`: the path of the module within the outer one, for the message.
+    Paths begin with the collection; `at` is the path of the module within the outer one.
     """
     unknown = [path for path in given if path not in wanted]
     missing = [path for path in wanted if path not in given]
@@ -161,38 +183,24 @@ def _more(paths: list[Path]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """The known path that is most like this one, as a hint."""
     if not known:
         return "the tree is empty; initialise it, or load one"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f"the nearest known one is {close[0]}"
 
 
-def _table_of_linen(module: nn.Module) -> tuple[Names, ...]:
-    """The names of the parameters in a Linen module of this project; none for any other module."""
-    if isinstance(module, modules.DeepSeekDenseLayer | modules.DeepSeekMoELayer):
-        routed = isinstance(module, modules.DeepSeekMoELayer)
-        latent = _LATENT[module.config.q_lora_rank is not None]
-        return (*names.NORMS, *latent, *(names.EXPERTS_OF_DEEPSEEK if routed else names.MLP))
-    if isinstance(module, modules.LatentAttention):
-        table = _LATENT[module.config.q_lora_rank is not None]
-        return _below(table, "attention.", "self_attention/")
-    if isinstance(module, modules.MoeBlock) and module.config.kv_lora_rank is not None:
-        return _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", f"{_DEEPSEEK}MoeBlock_0/")
-    tables = (table for kind, table in _OF_LINEN_CLASS.items() if isinstance(module, kind))
-    return next(tables, ())
-
-
 def nnx_path(module: nn.Module, path: Path) -> Path:
-    """The NNX path of a parameter of a Linen module.
+    """The NNX path of a parameter of a Linen module, whose `path` is below the collection."""
+    name = {entry.linen: entry.nnx for entry in table_of(module)}.get("/".join(path))
+    return path if name is None else tuple(name.split("."))
 
-    - `path`: its path in Linen, below the collection.
-    """
-    return next(
-        (
-            tuple(entry.nnx.split("."))
-            for entry in _table_of_linen(module)
-            if tuple(entry.linen.split("/")) == path
-        ),
-        path,
-    )
+
+def linen_axes(path: Path) -> Axes:
+    """MaxText's names for the axes of one of its parameters, by the parameter's Linen path."""
+    name = f"/{'/'.join(path)}"
+    return next(axes for end, axes in _MAXTEXT_AXES.items() if name.endswith(f"/{end}"))
+
+
+def layout_axes(axes: Axes) -> Axes:
+    """The names in `Layout` of axes with MaxText's names; other names stay as they are."""
+    return tuple(AXES.get(name, name) if name else name for name in axes)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from flax.typing import PathParts
 from jaxtyping import Array, PyTree
 
@@ -19,12 +20,13 @@ from linen_compat.bridge._blueprint import (
     takes_rngs,
 )
 from linen_compat.bridge._checks import check_arguments, check_class, check_method
-from linen_compat.bridge._paths import Path, Variable, check_leaves, flatten, nest
+from linen_compat.bridge._paths import Path, Variable, check_leaves, flatten
 from linen_compat.formats._arguments import check_configs
 from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError
 
 INTERMEDIATES, PARAMS = "intermediates", "params"
+_Variables = Mapping[PathParts, Variable]
 
 
 class NoKey(InputError):
@@ -36,11 +38,10 @@ def to_linen(
 ) -> "NNXAsLinen":
     """Wraps an NNX class, with the arguments of its constructor, as a Linen module.
 
-    The module is `kind(*args, **options, rngs=…)`. Its constructor runs here and in `init` only.
-    Here it runs on abstract arrays, once for each class, arguments and mesh. `apply` puts the
-    module together from its graph.
+    The module is `kind(*args, **options, rngs=…)`. Its constructor runs on abstract arrays here,
+    once for each class, arguments and mesh, and in `init`. `apply` puts the module together from
+    its graph.
 
-    - `kind`: the NNX class.
     - `args`, `options`: arguments of its constructor, which can be hashed; `rngs` is not one of
       them.
     - `name`: the name of the Linen module among its siblings.
@@ -48,9 +49,9 @@ def to_linen(
     What becomes of the parts of the module:
 
     - A norm, an embedding, attention, a feed-forward module or a decoder layer of this project gets
-      the parameter names of its Linen class (`bridge.paths`), also inside another module. The
-      outermost of them decides. All other paths are those of NNX: the tree of `Mixtral` does not
-      become the tree of `Transformer`.
+      the parameter names of its Linen class, also inside another module. The outermost of them
+      decides. All other paths are those of NNX: the tree of `Mixtral` does not become the tree of
+      `Transformer`.
     - A variable is in the collection of its type: `nnx.Param` in `params`, `nnx.BatchStat` in
       `batch_stats`. InputError is raised when a call changes a variable whose collection is not
       mutable.
@@ -83,29 +84,26 @@ def to_linen(
 
 
 class NNXAsLinen(nn.Module):
-    """The Linen module that `to_linen` makes; two are equal if they were made from equal arguments.
-
-    - `recipe`: how its NNX module is constructed.
-    """
+    """The module that `to_linen` makes; two are equal if their arguments are."""
 
     recipe: Recipe
 
     @nn.compact
     def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
-        """Calls the NNX module, or another method of it.
-
-        - `nnx_method`: the name of the method.
+        """Calls the NNX module, or its method `nnx_method`.
 
         Raises InputError when the variables are not those of the module, there is no such method,
         or `init` got no key for a stream that the module draws from.
         """
+        plan = blueprint(self.recipe)
         if self.is_initializing() and not any(self.variables.values()):
             # Nothing has been made yet: here alone the constructor makes arrays.
             module = self.recipe.make(StreamPerName(self._typed_key))
-            self._store(module, blueprint(self.recipe))
+            made = dict(nnx.to_flat_state(nnx.state(module)))
+            self._put({slot.linen: slot.box(made[slot.nnx].get_value()) for slot in plan.slots})
             return self._method(module, nnx_method)(*args, **kwargs)
-        plan = blueprint(self.recipe)
-        boxes = self._boxes(plan)
+        boxes = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
+        check_leaves(boxes, plan.shapes, of=self.recipe.name, at=self.path)
         before: dict[PathParts, Array] = {
             slot.nnx: unboxed(boxes[slot.linen]) for slot in plan.slots
         }
@@ -114,30 +112,27 @@ class NNXAsLinen(nn.Module):
         out = self._method(module, nnx_method)(*args, **kwargs)
         if not self.is_initializing():
             after = dict(nnx.to_flat_state(nnx.state(module)))
-            self._check_streams(after, before, without_key)
+            for stream in without_key:
+                # Each draw replaces the count by a new array.
+                if after[stream.count].get_value() is not before[stream.count]:
+                    raise NoKey(
+                        f"{self.recipe.name} drew random numbers from the stream {stream.name!r} "
+                        f"and apply got no key for it; give "
+                        f"rngs={{{stream.name!r}: jax.random.key(…)}}"
+                    )
             self._put_back(plan, boxes, before, after)
         return out
 
     def _method(self, module: nnx.Module, name: str) -> Callable[..., Any]:
-        check_method(module, name, of=self.recipe.kind.__name__)
+        check_method(module, name, of=self.recipe.name)
         method: Callable[..., Any] = getattr(module, name)
         return method
-
-    def _store(self, module: nnx.Module, plan: Blueprint) -> None:
-        state = dict(nnx.to_flat_state(nnx.state(module)))
-        self._put({slot.linen: slot.box(state[slot.nnx].get_value()) for slot in plan.slots})
-
-    def _boxes(self, plan: Blueprint) -> dict[Path, PyTree]:
-        """The checked variables of this module by path, in their boxes."""
-        given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
-        check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
-        return given
 
     def _typed_key(self, name: str) -> Array:
         """A typed key for a stream, from Linen's stream of that name or from `params`."""
         if not self.has_rng(name) and not self.has_rng(PARAMS):
             raise InputError(
-                f"{self.recipe.kind.__name__} draws random numbers from the stream {name!r} and "
+                f"{self.recipe.name} draws random numbers from the stream {name!r} and "
                 f"got no key for it; give a key, or {{{name!r}: jax.random.key(…)}}"
             )
         key = self.make_rng(name)
@@ -147,7 +142,7 @@ class NNXAsLinen(nn.Module):
     def _add_streams(self, plan: Blueprint, values: dict[PathParts, Array]) -> list[Stream]:
         """Adds each stream's key and count to `values`, and returns the streams without a key.
 
-        Such a stream gets a placeholder; `_check_streams` refuses calls that have drawn from it.
+        Such a stream gets a placeholder; calls that have drawn from it are refused.
         """
         without = []
         for stream in plan.streams:
@@ -160,28 +155,12 @@ class NNXAsLinen(nn.Module):
                 without.append(stream)
         return without
 
-    def _check_streams(
-        self,
-        after: Mapping[PathParts, Variable],
-        before: Mapping[PathParts, Array],
-        without: list[Stream],
-    ) -> None:
-        """Raises NoKey if the call drew from a stream without a key."""
-        for stream in without:
-            # Each draw replaces the count by a new array.
-            if after[stream.count].get_value() is not before[stream.count]:
-                raise NoKey(
-                    f"{self.recipe.kind.__name__} drew random numbers from the stream "
-                    f"{stream.name!r} and apply got no key for it; "
-                    f"give rngs={{{stream.name!r}: jax.random.key(…)}}"
-                )
-
     def _put_back(
         self,
         plan: Blueprint,
         boxes: dict[Path, PyTree],
         before: dict[PathParts, Array],
-        after: Mapping[PathParts, Variable],
+        after: _Variables,
     ) -> None:
         """Writes the variables that the call changed to Linen's collections."""
         linen = {slot.nnx: slot.linen for slot in plan.slots}
@@ -195,36 +174,29 @@ class NNXAsLinen(nn.Module):
                 if self.is_mutable_collection(INTERMEDIATES):  # else left out, as by Linen's sow
                     new[(collection, *map(str, path))] = value
                 continue
-            self._check_change(path, path in linen, collection)
+            name = f"{self.recipe.name}.{'.'.join(map(str, path))}"
+            if path not in linen:
+                raise InputError(
+                    f"{name} was created in the call, after the graph was made; "
+                    "create it in the constructor"
+                )
+            if not self.is_mutable_collection(collection):
+                raise InputError(
+                    f"the call changed {name} and its collection {collection!r} is not mutable; "
+                    f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
+                )
             box = boxes[linen[path]]
             new[linen[path]] = box.replace_boxed(value) if hasattr(box, "replace_boxed") else value
         if new:
             self._put(new, boxes)
 
-    def _check_change(self, path: PathParts, known: bool, collection: str) -> None:
-        """Raises InputError unless Linen can store this change of a variable."""
-        name = f"{self.recipe.kind.__name__}.{'.'.join(map(str, path))}"
-        if not known:
-            raise InputError(
-                f"{name} was created in the call, after the graph was made; "
-                "create it in the constructor"
-            )
-        if not self.is_mutable_collection(collection):
-            raise InputError(
-                f"the call changed {name} and its collection {collection!r} is not mutable; "
-                f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
-            )
-
     def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.
 
-        Linen replaces everything below one name of a collection at a time, so what is there beside
-        the new values is written again.
-
-        - `beside`: the variables that are there.
+        Linen replaces everything below one name at a time, so what is beside is written again.
         """
         changed = {path[:2] for path in new}
         kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
-        for collection, tree in nest({**kept, **new}).items():
+        for collection, tree in unflatten_dict({**kept, **new}).items():
             for name, value in tree.items():
                 self.put_variable(collection, name, value)

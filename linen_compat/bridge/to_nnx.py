@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,42 +14,19 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import DenyList, meta
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, PyTree
 
-from linen_compat.bridge._axes import layout_axes
-from linen_compat.bridge._checks import (
-    check_arguments,
-    check_collect,
-    check_collections,
-    check_method,
-    check_module,
-    check_rngs,
-)
-from linen_compat.bridge._paths import (
-    Flat,
-    Path,
-    Tree,
-    Variable,
-    check_leaves,
-    flatten,
-    nest,
-    nnx_path,
-    unboxed_shape,
-)
+from linen_compat.bridge import _checks as checks
+from linen_compat.bridge import _paths as paths
+from linen_compat.bridge._paths import Flat, Path, Tree, Variable, flatten
 from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS, NoKey
 from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError, Layout
 
-RESERVED = (
-    "deterministic",
-    "layout",
-    "linen_collections",
-    "linen_module",
-    "linen_slots",
-    "linen_sown",
-    "linen_streams",
-    "use_running_average",
-)
+RESERVED = {"deterministic", "layout", "use_running_average"} | {
+    f"linen_{name}" for name in ("collections", "module", "slots", "sown", "streams")
+}
 STATISTICS = "batch_stats"
 _numbers = itertools.count()
 _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen beginning with the collection)
@@ -68,7 +46,6 @@ def to_nnx(
     A call of the result is one `module.apply` on plain arrays. It makes, renames and unboxes
     nothing.
 
-    - `module`: the Linen module.
     - `example`, `options`: arguments of the module, arrays or `jax.ShapeDtypeStruct`, with which
       its variables are made.
     - `rngs`: a key or a seed for the parameters, or an `nnx.Rngs`. Its other named streams, such as
@@ -80,9 +57,8 @@ def to_nnx(
     What becomes of the parts of the module:
 
     - A norm, an embedding, attention, a feed-forward block or a decoder layer of this project gets
-      the parameter names of its NNX class (`bridge.paths`), where it is `module` itself. All other
-      paths are those of Linen: in `Transformer`, `Decoder` and the pipelines, and for such modules
-      inside another one.
+      the parameter names of its NNX class, where it is `module` itself. All other paths are those
+      of Linen, also of such modules inside another one.
     - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
       the variables that it changes and that are no parameters.
     - What the module sows into a collection other than `intermediates` is a variable too. It holds
@@ -98,12 +74,12 @@ def to_nnx(
     has, or holds an array of another shape; and for anything but a Linen module, for arguments that
     it does not take, and for anything but a key, a seed or an `nnx.Rngs` to make variables from.
     """
-    check_module(module)
-    check_rngs(rngs)
-    check_collections(variables, of=type(module).__name__)
-    names = check_collect(collect)
+    checks.check_module(module)
+    checks.check_rngs(rngs)
+    checks.check_collections(variables, of=type(module).__name__)
+    names = checks.check_collect(collect)
     called = type(module).__call__ if method is None else method
-    check_arguments(called, example, options, of=type(module).__name__)
+    checks.check_arguments(called, example, options, of=type(module).__name__)
     keys, streams = _keys_and_streams(rngs, needed=variables is None)
 
     def init(keys: dict[str, Array]) -> PyTree:
@@ -122,23 +98,13 @@ def to_nnx(
     leaves = boxes
     if variables is not None:
         given = flatten(variables)
-        wanted = {path: unboxed_shape(leaf) for path, leaf in boxes.items() if path not in sown}
-        check_leaves(
-            {path: leaf for path, leaf in given.items() if not note.has(path)},
-            wanted,
-            of=type(module).__name__,
-        )
-        zeros = {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
-        leaves = {**given, **zeros}
-    slots = tuple((nnx_path(module, path[1:]), path) for path in boxes)
-    return LinenAsNNX(
-        module,
-        slots,
-        sown,
-        [_variable(path[0], boxes[path], leaves[path]) for _, path in slots],
-        streams,
-        names,
-    )
+        read = {path: leaf for path, leaf in given.items() if not note.has(path)}
+        wanted = {path: paths.unboxed_shape(boxes[path]) for path in boxes if path not in sown}
+        paths.check_leaves(read, wanted, of=type(module).__name__)
+        leaves = given | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
+    slots = tuple((paths.nnx_path(module, path[1:]), path) for path in boxes)
+    made_here = [_variable(path[0], boxes[path], leaves[path]) for path in boxes]
+    return LinenAsNNX(module, slots, sown, made_here, streams, names)
 
 
 class _Sown:
@@ -179,11 +145,8 @@ class _Sown:
 class LinenAsNNX(nnx.Module):
     """The NNX module that `to_nnx` makes: it holds a Linen module's variables and applies it.
 
-    - `module`: the Linen module.
-    - `slots`: the path of each variable in NNX, and in Linen.
+    - `slots`: the path of each variable in NNX, and in Linen; `variables` has them in this order.
     - `sown`: the Linen paths among them that calls write and never read.
-    - `variables`: in the order of `slots`.
-    - `streams`: the streams that calls draw from, None for none.
     - `collect`: collections that a call may write beside those of the variables.
     """
 
@@ -217,32 +180,24 @@ class LinenAsNNX(nnx.Module):
         method: str | Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Applies the Linen module, or another method of it.
+        """Applies the Linen module, or another method of it, given by name or as a function.
 
-        - `rngs`: streams or keys by name, instead of the streams that the module keeps.
-        - `method`: the method to apply, or its name.
-
-        Raises InputError when the module draws random numbers from a stream that it was not given,
-        changes running statistics after `eval()`, or has no method of that name.
+        `rngs` are streams or keys by name, instead of the streams that the module keeps. Raises
+        InputError when the module draws random numbers from a stream that it was not given, changes
+        running statistics after `eval()`, or has no method of that name.
         """
         if isinstance(method, str):
-            check_method(self.linen_module, method, of=type(self.linen_module).__name__)
-        kept = None if self.deterministic else self.linen_streams
-        keys = _draw(kept if rngs is None else rngs)
-        flat = {
-            path: _at(self, at).get_value()
-            for at, path in self.linen_slots
-            if path not in self.linen_sown
-        }
-        mutable = [
-            name
-            for name in self.linen_collections
-            if name != STATISTICS or not self.use_running_average
-        ]
+            checks.check_method(self.linen_module, method, of=type(self.linen_module).__name__)
+        if rngs is None:
+            rngs = None if self.deterministic else self.linen_streams
+        keys = {} if rngs is None else {name: _key(rngs[name]) for name in rngs}
+        read = [(at, path) for at, path in self.linen_slots if path not in self.linen_sown]
+        flat = {path: _at(self, at).get_value() for at, path in read}
+        fixed = {STATISTICS} if self.use_running_average else set()
+        mutable = [name for name in self.linen_collections if name not in fixed] or False
+        options = {"rngs": keys, "mutable": mutable, "method": method, **kwargs}
         try:
-            out = self.linen_module.apply(
-                nest(flat), *args, rngs=keys, mutable=mutable or False, method=method, **kwargs
-            )
+            out = self.linen_module.apply(unflatten_dict(flat), *args, **options)
         except flax.errors.InvalidRngError as error:
             raise self._needs_stream(error) from error
         except NoKey as error:  # of an NNX module within this one
@@ -324,7 +279,7 @@ def _variable(collection: str, box: PyTree, leaf: PyTree) -> Variable:
     if not isinstance(box, meta.AxisMetadata):
         return kind(value)
     if isinstance(box, nn.LogicallyPartitioned) and box.mesh is None and box.rules is None:
-        return kind(value, logical_axes=layout_axes(tuple(box.names)))
+        return kind(value, logical_axes=paths.layout_axes(tuple(box.names)))
     return kind(value, linen_box=box.replace_boxed(None))
 
 
@@ -350,10 +305,7 @@ def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
 
 
 def _at(module: nnx.Module, path: Path) -> Variable:
-    found: PyTree = module
-    for name in path:
-        found = getattr(found, name)
-    variable: Variable = found
+    variable: Variable = operator.attrgetter(".".join(path))(module)
     return variable
 
 
@@ -362,7 +314,7 @@ def _keys_and_streams(
 ) -> tuple[dict[str, Array], nnx.Rngs | None]:
     """Keys for `init` by name, and the streams for later calls: all but `params` and `default`.
 
-    - `needed`: whether variables are made from the keys; without `rngs` that is an InputError.
+    Without `rngs` it is an InputError if the keys are needed, to make variables.
     """
     if rngs is None:
         if needed:
@@ -376,8 +328,5 @@ def _keys_and_streams(
     return keys, kept
 
 
-def _draw(rngs: nnx.Rngs | Mapping[str, Array] | None) -> dict[str, Array]:
-    """One key of each stream, by name; keys are passed on as they are."""
-    if rngs is None:
-        return {}
-    return {name: rngs[name]() if isinstance(rngs, nnx.Rngs) else rngs[name] for name in rngs}
+def _key(source: nnx.RngStream | Array) -> Array:
+    return source() if isinstance(source, nnx.RngStream) else source

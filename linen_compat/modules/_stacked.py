@@ -1,4 +1,4 @@
-"""The layers of a pipeline: in MaxText's tree, and stacked for the loop of `nnx_pipeline`."""
+"""Layers in MaxText's tree, and stacked for the loops of `nnx_pipeline`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,42 +12,65 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._names import ALL_OF_LAYERS, EARLY
+from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.parameters import Names, axes_of, is_boxed, sharded_by, unboxed
-from nnx_pipeline import InputError, Layout
+from nnx_pipeline import InputError, Layout, ModelConfig
+from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.pipeline.stage.layers import Side, takes_place
 from nnx_pipeline.sharding.layout import place, portable_key
 
 Boxed = dict[str, PyTree]  # parameters, in metadata boxes or not
 MakeLayer = Callable[[Array], Boxed]
+_DENSE = "dense_layers"
+
+
+class StackedLayers(nnx.Module):
+    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
+
+    `weights` are `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`,
+    and `paths` say where each belongs in the tree of a layer, with `/` between names.
+    """
+
+    def __init__(
+        self, module: nn.Module, paths: list[str], weights: list[nnx.Param[Array]]
+    ) -> None:
+        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
+        self.layout = getattr(module, "layout", None)
+
+    @property
+    def takes_place(self) -> bool:
+        return takes_place(self.module)
+
+    def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
+        values = [weight[...] for weight in self.weights]
+        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
+        module = self.module
+        if hasattr(module, "layout"):
+            module = module.clone(layout=self.layout)
+        return module.apply({"params": params}, x, **side)
 
 
 @dataclass(frozen=True)
 class StageTree:
-    """The tree below MaxText's `pipeline_module/layers`.
+    """The tree below MaxText's `pipeline_module/layers`, with `stack` layers.
 
-    Layer j of each stage is below `layers_{j}`. Where a stage has one layer, its arrays are in the
-    tree itself. Each array has the leading axes `[repeats, stages]`, or `[stages]` with one repeat.
-
-    - `stack`: (repeats, stages, layers per stage).
-    - `layout`: the mesh axes over which each logical axis is sharded.
+    Layer j of each stage is below `layers_{j}`, or one layer in the tree itself. Each array has the
+    leading axes `[repeats, stages]`, or `[stages]` with one repeat.
     """
 
     stack: tuple[int, int, int]
     layout: Layout
 
     def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
-        """New weights, each made on its own stage, in boxes that also name the stacking axes.
-
-        - `key`: from which each layer gets a key of its own.
-        - `make_layer`: makes the parameters of one layer from its key.
-        """
+        """New weights, each made on its own stage, in boxes that also name the stacking axes."""
         repeats, stages, per_stage = self.stack
         # Each key is on the stage of its layer, so that the weights are made there.
         keys = place(
             jax.random.split(portable_key(key), self.stack), self.layout.spec(None, "stage", None)
         )
         stage = "stage" if stages > 1 else None
+        leading: Names = ("layers",) if repeats == 1 else ("circular_repeats", "layers")
         made = [
             jax.vmap(jax.vmap(make_layer, spmd_axis_name=stage))(keys[:, :, j])
             for j in range(per_stage)
@@ -56,33 +79,27 @@ class StageTree:
         def named(leaf: PyTree) -> PyTree:
             # With one repeat, MaxText's arrays have no axis of repeats.
             value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
-            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(self.names))
-            names = (*self.names, *own)
+            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
+            names = (*leading, *own)
             value = place(value, self.layout.spec(*axes_of(names)))
             return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
 
-        return self.tree_of([jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made])
+        layers: list[Boxed] = [jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made]
+        if per_stage == 1:
+            return layers[0]
+        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
-    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
+    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> StackedLayers:
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
         Where a stage has several layers, stacking copies them.
-
-        - `tree`: the parameters, boxed or not.
-        - `make_layer`: as in `make`; it runs on abstract arrays.
-        - `module`: the Linen layer to call.
-
-        Raises InputError, naming the leaf, when the tree is not what the layers need.
         """
         one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
         leading = (stages,) if repeats == 1 else (repeats, stages)
         apart = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
-        want = {
-            below + path: (*leading, *unboxed(leaf).shape)
-            for below in apart
-            for path, leaf in one.items()
-        }
+        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
+        want = {below + path: shape for below in apart for path, shape in shapes.items()}
         found = unboxed_leaves(tree)
         cure = (
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
@@ -98,57 +115,76 @@ class StageTree:
 
         return stacked_layers(module, one, (None, "stage", None), stack, self.layout)
 
-    def tree_of(self, layers: list[Boxed]) -> Boxed:
-        """The tree that holds these layers of a stage."""
-        if len(layers) == 1:
-            return layers[0]
-        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
-    @property
-    def names(self) -> Names:
-        """MaxText's names of the stacking axes, which come before a layer's own."""
-        return ("layers",) if self.stack[0] == 1 else ("circular_repeats", "layers")
+@dataclass(frozen=True)
+class EarlyTree:
+    """The parameters of the dense first layers, below MaxText's `decoder`.
 
-
-class StackedLayers(nnx.Module):
-    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
-
-    - `module`: the Linen layer.
-    - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
-    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`, or before the pipeline
-      `[layers, …]`.
+    `dense_layers` stacks them along the second axis of every array; with `apart` each layer has its
+    own tree, `dense_layers_0 …`.
     """
 
-    def __init__(
-        self, module: nn.Module, paths: list[str], weights: list[nnx.Param[Array]]
-    ) -> None:
-        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
-        self.layout = getattr(module, "layout", None)
+    model: ModelConfig
+    layout: Layout
+    remat: Remat
+    apart: bool
+
+    def declared(self, module: nn.Module) -> list[Boxed]:
+        """The parameters of all layers, or of each, for a decoder's `setup`; `init` makes them."""
+        numbers = range(self.model.num_dense_layers)
+        names = [f"{_DENSE}_{number}" for number in numbers] if self.apart else [_DENSE]
+        if not module.is_initializing():  # `stacked` checks them with a message of its own
+            return [module.get_variable("params", name, {}) for name in names]
+        make = self._make_layer if self.apart else self._make
+        return [module.param(name, make, unbox=False) for name in names]
+
+    def stacked(self, trees: list[Boxed]) -> StackedLayers:
+        """The layers as one callable module with parameters `[layers, …]`."""
+        one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
+        number, want = self.model.num_dense_layers, {}
+        for path, leaf in one.items():
+            first, *rest = unboxed(leaf).shape
+            want[path] = (first, *rest) if self.apart else (first, number, *rest)
+        found = [unboxed_leaves(tree) for tree in trees]
+        cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
+        for layer in found:
+            check_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
+
+        def stack(path: str) -> Array:
+            leaves = [layer[path] for layer in found]
+            return jnp.stack(leaves) if self.apart else jnp.moveaxis(leaves[0], 1, 0)
+
+        return stacked_layers(self._layer, one, (None,), stack, self.layout)
 
     @property
-    def takes_place(self) -> bool:
-        """Whether the Linen layer asks for its place, see `takes_place`."""
-        return takes_place(self.module)
+    def _layer(self) -> nn.Module:
+        dense = self.model.of_dense_layers
+        return layer_class(dense)(dense, self.layout, self.remat, parent=None)
 
-    def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
-        values = [weight[...] for weight in self.weights]
-        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
-        module = self.module
-        if hasattr(module, "layout"):
-            module = module.clone(layout=self.layout)
-        result: tuple[Array, PyTree] = module.apply({"params": params}, x, **side)
-        return result
+    def _make_layer(self, key: Array) -> Boxed:
+        # No value of x matters, but the batch must divide over the mesh.
+        shape = (self.layout.size("batch"), 1, self.model.embed_dim)
+        x = place(jnp.zeros(shape, self.model.dtype), self.layout.spec("batch", None, None))
+        return parameters_of(self._layer, key, x, {})
+
+    def _make(self, key: Array) -> Boxed:
+        """The parameters of all layers, stacked along the second axis, in boxes."""
+        keys = jax.random.split(portable_key(key), self.model.num_dense_layers)
+
+        def scanned(leaf: nn.LogicallyPartitioned) -> nn.LogicallyPartitioned:
+            names = (*leaf.names[:1], _DENSE, *leaf.names[1:])
+            value = jnp.moveaxis(leaf.value, 0, 1)
+            axes = axes_of_box(leaf)
+            spec = self.layout.spec(*axes[:1], None, *axes[1:])
+            return leaf.replace(value=place(value, spec), names=names)
+
+        layers = jax.vmap(self._make_layer)(keys)
+        made: Boxed = jax.tree.map(scanned, layers, is_leaf=is_boxed)
+        return made
 
 
 def parameters_of(module: nn.Module, key: Array, x: Array, side: Side) -> Boxed:
-    """The parameters that `module.init` makes for a layer.
-
-    - `module`: the layer, unbound.
-    - `key`: the random key of the parameters.
-    - `x`, `side`: what the layer is called with.
-
-    Raises InputError when it makes variables of other collections.
-    """
+    """The parameters that `init` makes for an unbound layer; InputError for other collections."""
     variables = module.init(key, x, **side)
     others = [name for name in variables if name != "params"]
     if others:
@@ -168,7 +204,6 @@ def leaves_of(tree: Boxed) -> Boxed:
 
 
 def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
-    """The arrays of a tree by their paths, without boxes."""
     return {path: unboxed(leaf) for path, leaf in leaves_of(tree).items()}
 
 
@@ -177,10 +212,7 @@ def check_shapes(
 ) -> None:
     """Raises InputError for a parameter that is missing, unknown or of another shape.
 
-    - `found`: the parameters by their paths.
-    - `want`: the shape of each parameter that the layers have.
-    - `cure`: the end of the message.
-    - `below`: what stands before each path in the message.
+    `cure` is the end of the message, and `below` stands before each path in it.
     """
     for path, shape in want.items():
         if path not in found:
@@ -195,19 +227,12 @@ def check_shapes(
 
 
 def stacked_layers(
-    module: nn.Module,
-    one: Boxed,
-    leading: Names,
-    stack: Callable[[str], Array],
-    layout: Layout,
+    module: nn.Module, one: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
 ) -> StackedLayers:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
-    - `module`: the Linen layer to call.
-    - `one`: the parameters of one layer, which may be in boxes, by their paths.
-    - `leading`: the logical axes before those of one layer.
-    - `stack`: gives the stacked array of a path.
-    - `layout`: the mesh axes over which each logical axis is sharded.
+    `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
+    `stack` gives the stacked array of a path.
     """
     paths, weights = sorted(one, key=place_in_nnx), []
     for path in paths:
@@ -218,15 +243,14 @@ def stacked_layers(
 
 
 def axes_of_box(leaf: PyTree) -> Names:
-    """The names in `Layout` of the axes of a parameter that may be in a box."""
+    """The axes of a parameter, with the names of `Layout`, where it is in a box."""
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 
 def place_in_nnx(path: str) -> tuple[str, ...]:
     """A sort key: the weights of a decoder layer in the order of the NNX layer.
 
-    Compilers fuse by the order in which a loop carries arrays. In another order the same sums round
-    differently.
+    In another order a loop carries the arrays, and fuses, differently, and sums round differently.
     """
     return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
 

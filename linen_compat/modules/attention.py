@@ -1,12 +1,13 @@
 """Grouped-query self-attention with rotary positions, as a Linen module."""
 
+import functools
+
 from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.formats._names import check_names
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Configured, Kernel, Names
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import Kernel, OfModel
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops._low_precision import product_of
 from nnx_pipeline.ops._self_attention.grouped_query import (
@@ -23,39 +24,27 @@ INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0
 OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
 
 
-class Attention(Configured):
+class Attention(OfModel):
     """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
-    - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     A new query kernel is multiplied by `query_gain`, and with `config.qk_norm` so is the scale of
     the query's norm. With attention_scale 1.0 the kernel starts as in MaxText.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
-
     def setup(self) -> None:
         config = self.config
         check_names(config)
         embed, head_dim = config.embed_dim, config.head_dim
-
-        def kernel(
-            initializer: nn.initializers.Initializer, shape: tuple[int, ...], names: Names
-        ) -> Kernel:
-            return Kernel(initializer, shape, config.param_dtype, names, self.layout)
-
-        of_query = (embed, config.num_heads, head_dim)
-        of_group = (embed, config.num_kv_heads, head_dim)
-        self.query = kernel(
-            query_initializer(INTO_HEADS, config), of_query, ("embed", "q_heads", "kv")
-        )
-        self.key = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
-        self.value = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
-        self.out = kernel(
-            OUT_OF_HEADS, (config.num_heads, head_dim, embed), ("heads", "kv", "embed")
-        )
+        kernel = functools.partial(Kernel, self.layout, config.param_dtype)
+        heads, names = config.num_heads, ("embed", "kv_heads", "kv_head_dim")
+        query, group = (embed, heads, head_dim), (embed, config.num_kv_heads, head_dim)
+        initial = query_initializer(INTO_HEADS, config)
+        self.query = kernel(initial, query, ("embed", "q_heads", "kv"))
+        self.key = kernel(INTO_HEADS, group, names)
+        self.value = kernel(INTO_HEADS, group, names)
+        self.out = kernel(OUT_OF_HEADS, (heads, head_dim, embed), ("heads", "kv", "embed"))
         if config.qk_norm:
             self.query_norm = RMSNorm(config, self.layout, head_dim, query_gain(config))
             self.key_norm = RMSNorm(config, self.layout, head_dim)
@@ -63,25 +52,20 @@ class Attention(Configured):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """Attends from each token to the tokens of its segment up to itself.
+        """`[batch, seq, embed]` to the same.
 
-        - `x`: `[batch, seq, embed]`.
-        - `positions`: `[batch, seq]` integers; without them positions are counted from 0.
-        - `segment_ids`: `[batch, seq]` integers; without them a row is one segment.
+        - `positions`: `[batch, seq]` integers; None counts from 0.
+        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
         """
         config = self.config
+        norms = (self.query_norm, self.key_norm) if config.qk_norm else (None, None)
+        kernels = (self.query(), self.key(), self.value(), self.out())
         return self_attention(
             x,
-            Projections(
-                self.query(), self.key(), self.value(), self.out(), product=product_of(config)
-            ),
+            Projections(*kernels, product=product_of(config)),
             positions=positions,
             segment_ids=segment_ids,
             kernel=kernel_of(config),
-            query_key=QueryKey(
-                rotary_of(config),
-                self.query_norm if config.qk_norm else None,
-                self.key_norm if config.qk_norm else None,
-            ),
+            query_key=QueryKey(rotary_of(config), *norms),
             layout=self.layout,
         )

@@ -11,7 +11,7 @@ from flax import linen as nn
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._names import check_names
-from linen_compat.modules._early import EarlyTree
+from linen_compat.modules._stacked import EarlyTree
 from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
@@ -41,7 +41,6 @@ LAYER_LAYOUTS = ("unscanned", "scanned", "pipelined")
 class Decoder(Configured):
     """Layers, norm and head: the model after the embedding, which is passed to it.
 
-    - `config`: the config of the model, the pipeline and the training.
     - `layer_layout`: where the parameters of the layers are. `unscanned`: one subtree per layer,
       `layers_0 …`. `scanned`: one subtree `layers`, with the layers along the second axis of every
       array. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with the stages of the
@@ -69,8 +68,8 @@ class Decoder(Configured):
                 config.pipeline,
                 kind(*options, parent=None),  # unbound: the pipeline makes the parameters
                 model.num_pipeline_layers,
-                layout=self.layout,
-                weights=weight_options(config),
+                self.layout,
+                weight_options(config),
             )
         else:
             apart = [kind(*options) for _ in range(model.num_pipeline_layers)]
@@ -79,13 +78,8 @@ class Decoder(Configured):
             self.dense_layers = self._early_tree.declared(self)
         self.decoder_norm = RMSNorm(model, self.layout)
         if not model.tied_embeddings:
-            self.logits_dense = Kernel(
-                FAN_IN,
-                (model.embed_dim, model.vocab_size),
-                model.param_dtype,
-                ("embed_vocab", "vocab"),
-                self.layout,
-            )
+            shape, names = (model.embed_dim, model.vocab_size), ("embed_vocab", "vocab")
+            self.logits_dense = Kernel(self.layout, model.param_dtype, FAN_IN, shape, names)
 
     def __call__(
         self,
@@ -95,24 +89,19 @@ class Decoder(Configured):
         positions: Array | None = None,
         segment_ids: Array | None = None,
     ) -> Array:
-        """The logits of a batch of tokens; see `Transformer.__call__`.
-
-        - `embedding`: the module that looks up the tokens.
-        """
+        """The logits of tokens that `embedding` looks up; see `Transformer.__call__`."""
         side = {"positions": positions, "segment_ids": segment_ids}
         return self.functions(embedding).logits(tokens, side)
 
     def functions(self, embedding: Embed) -> functional.Decoder:
-        """The decoder as functions of arrays, over this module's parameters.
-
-        - `embedding`: the module that looks up the tokens.
-
-        Raises InputError where the parameters do not fit the mesh.
-        """
+        """The decoder as functions of arrays, over this module's parameters."""
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
-        runner, pipelined = self._runner, self._where() == "pipelined"
-        table, model = embedding.embedding, self.config.model
+        runner, table, model = self._runner, embedding.embedding, self.config.model
+        early: dict[str, PyTree] = {}
+        if model.num_dense_layers:
+            early["early"] = functional.early_layers(self.config, self.layout, runner.layout)
+            early["early_layers"] = self._early_tree.stacked(self.dense_layers)
         ends = functional.Ends(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
@@ -120,21 +109,13 @@ class Decoder(Configured):
             scale=self.decoder_norm.scale,
             head=head_of_table(table, model) if model.tied_embeddings else self.logits_dense(),
             layout=runner.layout,
-            **self._early(runner),
+            **early,
         )
-        run_layers = self.pipeline_module.run if pipelined else self._run_layers
-        run_loss = None
-        if pipelined:
-            width = (model.embed_dim,)
-            run_loss = functools.partial(self.pipeline_module.loss, width=width)
-        return functional.Decoder(self.config, runner, ends, run_layers, run_loss)
-
-    def _early(self, runner: Runner) -> dict[str, PyTree]:
-        """The fields of `Ends` about the layers before the pipeline."""
-        if not self.config.model.num_dense_layers:
-            return {}
-        early = functional.early_layers(self.config, self.layout, runner.layout)
-        return {"early": early, "early_layers": self._early_tree.stacked(self.dense_layers)}
+        if self._where() != "pipelined":
+            return functional.Decoder(self.config, runner, ends, self._run_layers, None)
+        pipeline = self.pipeline_module
+        run_loss = functools.partial(pipeline.loss, width=(model.embed_dim,))
+        return functional.Decoder(self.config, runner, ends, pipeline.run, run_loss)
 
     @property
     def _early_tree(self) -> EarlyTree:
@@ -154,17 +135,25 @@ class Decoder(Configured):
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
         scanned = self._where() == "scanned"
         stack = make_stack(self.config.model.num_pipeline_layers, stages=1, repeats=1)
-        call = functools.partial(
-            call_layer,
-            stack=stack,
-            microbatches=batches.microbatches,
-            split=self._runner.split({}),
-        )
-        visit = self._visit(
-            lambda layer, x, number: call(x, NumberedLayer(layer, number, []), side),
-            in_scan=scanned,
-        )
-        x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, visit)
+        microbatches, split = batches.microbatches, self._runner.split({})
+
+        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
+            numbered = NumberedLayer(layer, number, [])
+            x = named(x, LAYER_INPUT)
+            return call_layer(
+                x, numbered, side, stack=stack, microbatches=microbatches, split=split
+            )
+
+        policy = POLICIES[self.config.pipeline.remat].policy()
+        # In the body of a scan there is nothing to merge a recomputation with.
+        remat = cast(Callable[..., Visit], nn.remat)
+        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
+
+        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
+            x, usage = kept(layer, x, number)
+            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
+
+        x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, body)
         return x, values(over_layers(metrics))
 
     def _scanned(self, x: Array, visit: Visit) -> tuple[Array, PyTree]:
@@ -185,30 +174,11 @@ class Decoder(Configured):
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
 
-    def _visit(self, call: Visit, *, in_scan: bool) -> Visit:
-        """The call of a layer with the config's remat."""
-
-        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            return call(layer, named(x, LAYER_INPUT), number)
-
-        policy = POLICIES[self.config.pipeline.remat].policy()
-        # In the body of a scan there is nothing to merge a recomputation with.
-        remat = cast(Callable[..., Visit], nn.remat)
-        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not in_scan)
-
-        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            x, usage = kept(layer, x, number)
-            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
-
-        return body
-
     @property
     def _runner(self) -> Runner:
+        config, number = self.config, self.config.model.num_pipeline_layers
         runner = make_runner(
-            self.config.pipeline,
-            num_layers=self.config.model.num_pipeline_layers,
-            layout=self.layout,
-            weights=weight_options(self.config),
+            config.pipeline, num_layers=number, layout=self.layout, weights=weight_options(config)
         )
         return dataclasses.replace(runner, at_once=self._where() != "pipelined")
 
@@ -257,14 +227,12 @@ class Decoder(Configured):
 class Transformer(Configured):
     """MaxText's model over the functions of `nnx_pipeline.Mixtral`, with the same results.
 
-    - `config`: the config of the model, the pipeline and the training.
     - `layer_layout`: see `Decoder`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     `params` has MaxText's names, shapes and logical axes. `init` returns its arrays in metadata
-    boxes; `apply` takes them boxed or not.
-
-    Raises InputError when the config does not divide over the mesh, or layer_layout does not fit.
+    boxes; `apply` takes them boxed or not. Raises InputError when the config does not divide over
+    the mesh, or layer_layout does not fit.
     """
 
     config: Config
@@ -278,21 +246,15 @@ class Transformer(Configured):
         self.decoder = Decoder(self.config, self.layer_layout, layout)
 
     def __call__(
-        self,
-        tokens: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
-        - `positions`: `[batch, seq]` integers; without them a token's position is its place in the
-          sequence.
+        - `positions`: `[batch, seq]` integers; None for a token's place in the sequence.
         - `segment_ids`: `[batch, seq]` integers; without them a row is one sequence.
         """
-        return self.decoder(
-            self.token_embedder, tokens, positions=positions, segment_ids=segment_ids
-        )
+        side = {"positions": positions, "segment_ids": segment_ids}
+        return self.decoder(self.token_embedder, tokens, **side)
 
     def loss(
         self,
@@ -309,7 +271,6 @@ class Transformer(Configured):
         Call it as `apply(variables, …, method="loss")`. Arguments and result are as in
         `nnx_pipeline.Mixtral.loss`, without `shards`.
 
-        - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
         - `key`: for dropout, which is left out without one. Flax's own generators (`rngs=`) are not
           read: the masks are the same as in `nnx_pipeline`.
         """

@@ -9,25 +9,17 @@ from linen_compat.modules.attention import Attention
 from linen_compat.modules.feed_forward import DeepSeekMoeBlock, MlpBlock, MoeBlock
 from linen_compat.modules.latent_attention import LatentAttention
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Configured
-from nnx_pipeline import InputError, Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel
+from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.ops._residual import add_to_stream, two_updates
 from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
 
 
-class _DecoderLayer(Configured):
-    """A decoder layer: attention and a feed-forward part, each added to the residual stream.
+class _DecoderLayer(OfModel):
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates."""
 
-    h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands.
-
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    - `remat`: what the experts of Mixtral keep for the backward pass.
-    """
-
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
@@ -45,12 +37,11 @@ class _DecoderLayer(Configured):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """The output of one layer, and what its router reports, see `router_metrics`.
+        """The output of the layer, and what its router reports, see `router_metrics`.
 
         - `x`: `[batch, seq, embed]`; the result has the same shape.
         - `positions`, `segment_ids`: `[batch, seq]` integers, as of `Attention`.
-        - `keys`: `[batch, words]` for dropout (`nnx_pipeline.sharding.dropout`), which is left out
-          without them.
+        - `keys`: `[batch, words]` for dropout (`nnx_pipeline.sharding.dropout`); None for none.
         """
 
         def attend(x: Array) -> Array:
@@ -66,20 +57,12 @@ class _DecoderLayer(Configured):
         return two_updates(x, attend, feed_forward, add)
 
     def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean | None]:
-        """What follows attention, and what its router reports, or None.
-
-        - `real`: as of `MoeBlock`.
-        """
+        """What follows attention, and what its router reports; `real` as of `MoeBlock`."""
         raise NotImplementedError
 
 
 class _RoutedLayer(_DecoderLayer):
-    """A decoder layer with routed experts.
-
-    - `experts`: the name of their module.
-    - `block`: the class of that module.
-    - `qk_norm`: whether queries and keys are normalised.
-    """
+    """A decoder layer with routed experts: a `block` with the name that `experts` says."""
 
     experts: ClassVar[str]
     block: ClassVar[type[MoeBlock | DeepSeekMoeBlock]] = MoeBlock
@@ -96,8 +79,6 @@ class _RoutedLayer(_DecoderLayer):
 
 
 class _DenseLayer(_DecoderLayer):
-    """A decoder layer with a dense MLP."""
-
     def setup(self) -> None:
         _check_kind(self)
         super().setup()
@@ -114,10 +95,7 @@ class MixtralDecoderLayer(_RoutedLayer):
 
 
 class Qwen3MoeDecoderLayer(_RoutedLayer):
-    """A decoder layer with routed experts and QK norm; it is called as `_DecoderLayer`.
-
-    It differs from Mixtral's with QK norm by the name of its experts alone, `moe_block`.
-    """
+    """As Mixtral's layer with QK norm, but for the name of its experts, `moe_block`."""
 
     experts, qk_norm = "moe_block", True
 
@@ -137,10 +115,7 @@ class DeepSeekMoELayer(_RoutedLayer):
 
 
 def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
-    """The class whose parameters have the names that MaxText gives a layer of this model.
-
-    - `config`: of the model; for its dense first layers `ModelConfig.of_dense_layers`.
-    """
+    """The class whose parameters have the names that MaxText gives a layer of this model."""
     if config.kv_lora_rank is not None:
         return DeepSeekDenseLayer if config.num_experts == 1 else DeepSeekMoELayer
     if config.num_experts == 1:
@@ -151,7 +126,7 @@ def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
 def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:
     """Raises InputError for a config that is for another class of layer.
 
-    - `qk_norm`: what the class with routed experts needs; None for the class without.
+    `qk_norm` is what the class with routed experts needs; None for the class without.
     """
     config, name = layer.config, type(layer).__name__
     wanted, routed = layer_class(config).__name__, qk_norm is not None

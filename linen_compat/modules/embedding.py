@@ -4,50 +4,29 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel, Weight, boxed_parameter
 from nnx_pipeline.ops._embedding import embed
 
 
-class Embed(Configured):
+class Embed(OfModel):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
-    - `config`: sizes and dtypes; `config.embedding` chooses how rows are looked up.
+    - `config`: its `embedding` chooses the method.
     - `layout`: the mesh axes over which each logical axis is sharded.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
-
     def setup(self) -> None:
         config = self.config
-        weight = Weight(
-            nn.initializers.normal(stddev=config.embedding_deviation),
-            (config.vocab_size, config.embed_dim),
-            config.param_dtype,
-            ("vocab", "embed_vocab"),
-        )
+        initial = nn.initializers.normal(stddev=config.embedding_deviation)
+        shape, names = (config.vocab_size, config.embed_dim), ("vocab", "embed_vocab")
+        weight = Weight(initial, shape, config.param_dtype, names)
         self.embedding = boxed_parameter(self, "embedding", weight, self.layout)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """The rows of the table for these token ids.
-
-        - `out`: the sharding of the result; by default it is whole on every device.
-        """
+        """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""
         return self.look_up(self.embedding, tokens, out=out)
 
     def look_up(self, table: Array, tokens: Array, *, out: P | None = None) -> Array:
-        """As `__call__`, with a table that is passed in.
-
-        - `table`: `[vocab, embed]`.
-        - `tokens`: ids `[*batch, seq]`.
-        - `out`: sharding of the result; None leaves it whole on every device.
-        """
-        return embed(
-            table,
-            tokens,
-            method=self.config.embedding,
-            dtype=self.config.dtype,
-            out=out,
-            layout=self.layout,
-        )
+        """As `__call__`, with a table `[vocab, embed]` that is passed in."""
+        method, dtype = self.config.embedding, self.config.dtype
+        return embed(table, tokens, method=method, dtype=dtype, out=out, layout=self.layout)

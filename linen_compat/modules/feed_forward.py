@@ -1,11 +1,12 @@
 """The part of a layer after attention: a dense MLP, or routed experts, with others or without."""
 
+import functools
+
 from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.formats._names import check_names
-from linen_compat.modules.parameters import Configured, Kernel, Names, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import Kernel, Names, OfModel, Weight, boxed_parameter
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._low_precision import product_of
@@ -19,25 +20,19 @@ FAN_IN = nn.initializers.lecun_normal()
 OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
-class MlpBlock(Configured):
+class MlpBlock(OfModel):
     """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
-    - `config`: sizes and dtypes.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `width`: its number of hidden units; None for `config.mlp_dim`.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     width: int | None = None
 
     def setup(self) -> None:
         config, width = self.config, self.width or self.config.mlp_dim
         into, out_of = (config.embed_dim, width), (width, config.embed_dim)
-
-        def kernel(shape: tuple[int, ...], names: Names) -> Kernel:
-            return Kernel(FAN_IN, shape, config.param_dtype, names, self.layout)
-
+        kernel = functools.partial(Kernel, self.layout, config.param_dtype, FAN_IN)
         self.wi_0 = kernel(into, ("embed", "mlp"))
         self.wi_1 = kernel(into, ("embed", "mlp"))
         self.wo = kernel(out_of, ("mlp", "embed"))
@@ -47,24 +42,16 @@ class MlpBlock(Configured):
         return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
 
 
-class Gate(Configured):
-    """The kernel of a router, and its bias where it has one.
-
-    - `config`: sizes and dtypes.
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    """
-
-    config: ModelConfig
-    layout: Layout = Layout()
+class Gate(OfModel):
+    """The kernel of a router, and its bias where it has one."""
 
     def setup(self) -> None:
         config, layout = self.config, self.layout
         # The kernels of DeepSeek's routers have another name of this axis.
         names: Names = ("embed_moe" if config.kv_lora_rank else "embed", None)
         shape = (config.embed_dim, config.num_experts)
-        self.kernel = boxed_parameter(
-            self, "kernel", Weight(FAN_IN, shape, config.param_dtype, names), layout
-        )
+        weight = Weight(FAN_IN, shape, config.param_dtype, names)
+        self.kernel = boxed_parameter(self, "kernel", weight, layout)
         if config.router_bias:
             zeros = Weight(nn.initializers.zeros, shape[1:], "float32", (None,))
             self.bias = boxed_parameter(self, "bias", zeros, layout)
@@ -74,18 +61,15 @@ class Gate(Configured):
         return self.kernel, self.bias if self.config.router_bias else None
 
 
-class MoeBlock(Configured):
+class MoeBlock(OfModel):
     """Sends each token to its best experts, and reports how the experts were used.
 
-    - `config`: sizes, dtypes and the number of experts per token.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
 
     The router works in the dtype of its input.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
@@ -103,32 +87,24 @@ class MoeBlock(Configured):
         self.wo = boxed_parameter(self, "wo", of_output, layout)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
-        """The mixed results of the experts, and the usage of the experts by each sequence.
+        """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence.
 
-        - `x`: `[batch, seq, embed]`; the result has the same shape.
         - `real`: bool `[batch, seq]`, False for padding; None if there is none.
         """
         router, bias = self.gate()
+        kernels = MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias)
         return routed_experts(
-            x,
-            MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias),
-            real,
-            config=self.config,
-            layout=self.layout,
-            remat=self.remat,
+            x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )
 
 
-class DeepSeekMoeBlock(Configured):
+class DeepSeekMoeBlock(OfModel):
     """Routed experts, and beside them a dense MLP for the shared ones, whose results are added.
 
-    - `config`: sizes, dtypes, and how experts are chosen.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
@@ -139,9 +115,6 @@ class DeepSeekMoeBlock(Configured):
             self.shared_experts = MlpBlock(config, layout, width)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
-        """The sum of both results, and the usage of the routed experts by each sequence.
-
-        - `x`, `real`: as of `MoeBlock`.
-        """
+        """As of `MoeBlock`: the sum of both results, and the usage of the routed experts."""
         mixed, usage = self.MoeBlock_0(x, real)
         return mixed + self.shared_experts(x) if self.config.num_shared_experts else mixed, usage

@@ -3,22 +3,18 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
-from nnx_pipeline import Layout, ModelConfig
+from linen_compat.modules.parameters import OfModel, Weight, boxed_parameter
 from nnx_pipeline.ops._norm import rms_norm
 
 
-class RMSNorm(Configured):
+class RMSNorm(OfModel):
     """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
-    - `config`: sizes, dtypes, `norm_epsilon` and `norm_scale_offset`.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `width`: size of that axis; None for the residual stream's.
     - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
-    config: ModelConfig
-    layout: Layout = Layout()
     width: int | None = None
     start: float = 1.0
 
@@ -33,10 +29,6 @@ class RMSNorm(Configured):
         return self.scaled_by(self.scale, x)
 
     def scaled_by(self, scale: Array, x: Array) -> Array:
-        """As `__call__`, with a scale that is passed in.
-
-        - `scale`: `[width]`, without the offset.
-        - `x`: `[…, width]`; the result has the same shape, dtype and sharding.
-        """
+        """As `__call__`, with a scale `[width]` that is passed in, without the offset."""
         epsilon, offset = self.config.norm_epsilon, self.config.norm_scale_offset
         return rms_norm(x, scale, epsilon=epsilon, scale_offset=offset)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from linen_compat.formats._arguments import check_config
-from nnx_pipeline import InputError, Layout
+from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.lab.errors import nearest
 from nnx_pipeline.lab.mesh import is_trivial
 from nnx_pipeline.sharding.layout import MeshAxes, initial_value, is_explicit, place
@@ -20,26 +20,18 @@ Names = tuple[str | None, ...]
 
 # The logical axes in MaxText's metadata, and what `Layout` calls each; None is not sharded.
 AXES: dict[str, str | None] = {
-    "vocab": "vocab",
+    **{name: name for name in ("vocab", "embed", "heads", "kv_heads", "mlp", "norm")},
     "embed_vocab": "embed_of_vocab",
-    "embed": "embed",
     "embed_moe": "embed_of_expert",
     "q_heads": "heads",
-    "heads": "heads",
-    "kv_heads": "kv_heads",
     "kv": "head_dim",
     "kv_head_dim": "head_dim",
-    "mlp": "mlp",
     "mlp_moe": "mlp",
     "exp": "expert",
-    "norm": "norm",
     "q_lora": "latent",
     "kv_lora": "latent",
-    "q_lora_up_proj": None,
-    "kv_lora_up_proj": None,
     "layers": "stage",
-    "moe_layers": None,
-    "dense_layers": None,
+    **dict.fromkeys(("q_lora_up_proj", "kv_lora_up_proj", "moe_layers", "dense_layers")),
     "circular_repeats": None,
 }
 
@@ -49,14 +41,10 @@ def logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes | None], ...]:
     """The mesh axes of each of MaxText's logical axes, as rules for Flax.
 
-    The rules are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1
-    are left out, as in `Layout.spec`: arrays placed by these rules have the types that the modules
-    expect.
-
-    - `mesh`: the mesh that the arrays are placed on.
-    - `layout`: the mesh axes over which each logical axis of this project is sharded. For a
-      vocabulary that does not split over the mesh it is `Layout().for_vocabulary(…)`, made under
-      `jax.set_mesh(mesh)`.
+    They are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are
+    left out, so that arrays placed by these rules have the types that the modules expect. `layout`
+    is that of the modules: for a vocabulary that does not split over the mesh
+    `Layout().for_vocabulary(…)`, made under `jax.set_mesh(mesh)`.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}
@@ -64,10 +52,7 @@ def logical_axis_rules(
 
 
 def axes_of(names: Names) -> tuple[str | None, ...]:
-    """The names in `Layout` of MaxText's logical axes; None stays None.
-
-    Raises InputError for a name that MaxText has not.
-    """
+    """The names in `Layout` of MaxText's logical axes; raises InputError for an unknown one."""
     for name in names:
         if name is not None and name not in AXES:
             raise InputError(f"logical axis {name!r} is not known; {nearest(name, AXES)}")
@@ -75,12 +60,7 @@ def axes_of(names: Names) -> tuple[str | None, ...]:
 
 
 class Weight(NamedTuple):
-    """What a parameter is before it is made.
-
-    - `initializer`: gives its first value.
-    - `shape`, `dtype`: of the array.
-    - `names`: MaxText's logical axes, one for each axis; None for an axis that is not sharded.
-    """
+    """What a parameter is before it is made; `names` are MaxText's logical axes."""
 
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
@@ -93,10 +73,6 @@ def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout
 
     An array given to `apply` may be boxed or not. It keeps its sharding (see `sharded_by`): rules
     of `nn.logical_axis_rules` add no constraint.
-
-    - `module`: the module that declares it, under the name `name`.
-    - `weight`: what it is; its `names` go into the box.
-    - `layout`: the mesh axes over which each logical axis is sharded.
     """
     initializer, shape, dtype, names = weight
     spec = layout.spec(*axes_of(names))
@@ -111,11 +87,7 @@ def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout
 def sharded_by(weight: Array, spec: P) -> Array:
     """Shards a replicated weight by `spec`; any other weight keeps its sharding.
 
-    - `weight`: a parameter as `apply` got it, or as `init` made it.
-    - `spec`: the sharding of its logical axes.
-
-    Only on meshes with explicit axes do NumPy arrays arrive replicated. Each device then cuts out
-    its shard.
+    NumPy arrays arrive replicated on meshes with explicit axes; each device cuts out its shard.
     """
     if is_trivial(spec) or not is_explicit() or not is_trivial(jax.typeof(weight).sharding.spec):
         return weight
@@ -123,25 +95,18 @@ def sharded_by(weight: Array, spec: P) -> Array:
 
 
 def unboxed(leaf: PyTree) -> PyTree:
-    """The array of a variable, in a metadata box or not.
-
-    No sharding constraint is applied: the array is used in the sharding that it has.
-    """
+    """The array of a variable, in a metadata box or not, in the sharding that it has."""
     if isinstance(leaf, meta.Partitioned):
         return leaf.unbox(apply_constraint=False)
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
 def is_boxed(leaf: object) -> bool:
-    """Whether a leaf of `params` is in a metadata box that names its axes."""
     return isinstance(leaf, nn.LogicallyPartitioned)
 
 
 class Configured(nn.Module):
-    """A module with a config, whose kind is checked when the module is made.
-
-    - `config`: of the kind that the class says.
-    """
+    """A module with a config, whose kind is checked when the module is made."""
 
     config: Any
 
@@ -151,18 +116,21 @@ class Configured(nn.Module):
         super().__post_init__()
 
 
+class OfModel(Configured):
+    """A part of a model, with the mesh axes over which each logical axis is sharded."""
+
+    config: ModelConfig
+    layout: Layout = Layout()
+
+
 class Kernel(nn.Module):
-    """One weight as a module of its own, so that its path is `<name of the module>/kernel`.
+    """A `Weight` as a module of its own, so that its path is `<name of the module>/kernel`."""
 
-    - `initializer`, `shape`, `dtype`, `names`: as of `Weight`.
-    - `layout`: the mesh axes over which each logical axis is sharded.
-    """
-
+    layout: Layout
+    dtype: jax.typing.DTypeLike
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
-    dtype: jax.typing.DTypeLike
     names: Names
-    layout: Layout = Layout()
 
     def setup(self) -> None:
         weight = Weight(self.initializer, self.shape, self.dtype, self.names)

@@ -23,19 +23,18 @@ from nnx_pipeline.sharding.layout import place
 class CircularPipeline(Configured):
     """Layers of one kind, where each microbatch goes round the stages `num_repeats` times.
 
-    - `config`: how the layers run over the stages.
-    - `layer`: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to
-      `(x, metrics)`. Every metric is wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or metrics is
-      None. The layer may hold `params` only; they may be in boxes of MaxText's logical axes. An
-      attribute `layout` is replaced where weights are gathered ahead of their use. Sown values are
-      lost.
+    - `layer`: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to `(x,
+      metrics)`. Every metric is wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or metrics is None.
+      The layer may hold `params` only; they may be in boxes of MaxText's logical axes. An attribute
+      `layout` is replaced where weights are gathered ahead of their use. Sown values are lost.
     - `num_layers`: the number of layers in the whole model.
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `weights`: dtypes of weights and gradients in the loop, and how gradients are sharded.
 
-    The parameters are MaxText's `pipeline_module`. `StageTree` has names and axes, with layer =
-    (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
-    `jax.set_mesh`. The loop is that of `nnx_pipeline.CircularPipeline`.
+    The parameters are MaxText's `pipeline_module`, below `layers`: `[repeats, stages, …]` or with
+    one repeat `[stages, …]`, and where a stage has several layers, layer j of each stage below
+    `layers_{j}`. The number of a layer is (repeat · stages + stage) · layers per stage + j. `init`
+    and `apply` it under the same `jax.set_mesh`. The loop is `nnx_pipeline.CircularPipeline`'s.
     """
 
     config: PipelineConfig
@@ -60,12 +59,7 @@ class CircularPipeline(Configured):
         return self.runner.batches.as_batch(y, batch), metrics
 
     def run(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, PyTree]:
-        """As `__call__`, for a batch that is laid out already.
-
-        - `x`: as `batches.arrange` lays it out.
-        - `side`: as of `__call__`.
-        - `keys`: as of `Runner.run`.
-        """
+        """As `__call__`, for a batch that `batches.arrange` has laid out."""
         axes = len(self.runner.batches.axes)  # the axes in the place of the batch
         beside = with_keys(side, keys)
         layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, beside)
@@ -81,9 +75,8 @@ class CircularPipeline(Configured):
         keys: Array | None = None,
         metric_weights: PyTree = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss of the whole model by 1F1B, and its two parts.
+        """The loss of the whole model by 1F1B, and its two parts; arguments as of `Runner.loss`.
 
-        - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
         - `width`: the shape of the activations of one token, whose dtype is `weights.dtype`. What
           `ends.enter` reads begins with an array of tokens, `[batch, …]`.
         """
@@ -97,12 +90,8 @@ class CircularPipeline(Configured):
 
     @property
     def runner(self) -> Runner:
-        """The loop over the layers, on the ambient mesh."""
         runner = make_runner(
-            self.config,
-            num_layers=self.num_layers,
-            layout=self.layout,
-            weights=self.weights,
+            self.config, num_layers=self.num_layers, layout=self.layout, weights=self.weights
         )
         if runner.stack.padding:
             raise InputError(
@@ -119,9 +108,7 @@ class CircularPipeline(Configured):
     ) -> StackedLayers:
         """The stacked layers, which are made now under `init`.
 
-        - `batch`: the number of sequences in the whole batch.
-        - `row`, `dtype`: the shape of one sequence of activations, and their dtype.
-        - `side`: what a layer reads besides, `[batch, …]` each.
+        `row` is the shape of one sequence of activations; `side` is what a layer reads besides.
         """
         runner = self.runner
         module = self.layer.clone(parent=None, name=None)

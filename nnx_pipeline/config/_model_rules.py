@@ -1,39 +1,18 @@
-"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError.
-
-`ModelConfig` imports this module, so that the checks take any object with its fields.
-"""
+"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError."""
 
 from typing import Any
 
-from nnx_pipeline.config._limits import MOST_WIDTH
-from nnx_pipeline.lab.errors import (
-    InputError,
-    above_zero,
-    at_least,
-    counted,
-    divides,
-    is_divisor,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.config._fields import MOST_WIDTH
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError, counted
 
 # The fields that each `rope_scaling` reads, with their values in a model that has it: Llama 3.1
 # (which scales by parts), and DeepSeek-V3.
+_BY_PARTS = ("rope_factor", "rope_original_length", "rope_low_frequency", "rope_high_frequency")
 ROPE_SCALINGS: dict[str, dict[str, float]] = {
     "linear": {"rope_factor": 8.0},
-    "llama3": {
-        "rope_factor": 8.0,
-        "rope_original_length": 8192,
-        "rope_low_frequency": 1.0,
-        "rope_high_frequency": 4.0,
-    },
-    "yarn": {
-        "rope_factor": 40.0,
-        "rope_original_length": 4096,
-        "rope_low_frequency": 1.0,
-        "rope_high_frequency": 32.0,
-    },
+    "llama3": dict(zip(_BY_PARTS, (8.0, 8192, 1.0, 4.0), strict=True)),
+    "yarn": dict(zip(_BY_PARTS, (40.0, 4096, 1.0, 32.0), strict=True)),
 }
 Model = Any  # a `ModelConfig`, which imports this module
 # The fields that are about a router, with their defaults.
@@ -48,8 +27,17 @@ OF_ROUTER: dict[str, Any] = {
 }
 
 
-def check_latent(model: Model) -> None:
-    """Raises InputError for sizes that multi-head latent attention lacks or does not read."""
+def check_together(model: Model) -> None:
+    """Raises InputError for fields that contradict each other."""
+    _check_latent(model)
+    _check_dense_layers(model)
+    _check_kinds(model)
+    _check_experts(model)
+    _check_quantization(model)
+    _check_rope(model)
+
+
+def _check_latent(model: Model) -> None:
     sizes = {"rope_head_dim": 64, "value_head_dim": 128}
     if model.kv_lora_rank is None:
         for name in ("q_lora_rank", *sizes):
@@ -66,8 +54,8 @@ def check_latent(model: Model) -> None:
                 f"DeepSeek-V3 has {example}"
             )
     ranks = ("kv_lora_rank",) if model.q_lora_rank is None else ("kv_lora_rank", "q_lora_rank")
-    whole(model, *ranks, *sizes, most=MOST_WIDTH)
-    divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
+    errors.whole(model, *ranks, *sizes, most=MOST_WIDTH)
+    errors.divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
     if model.rope_dim >= model.head_dim:
         raise InputError(
             f"rope_head_dim={model.rope_dim} is a part of head_dim={model.head_dim}, which is "
@@ -90,8 +78,7 @@ def check_latent(model: Model) -> None:
         )
 
 
-def check_dense_layers(model: Model) -> None:
-    """Raises InputError for dense first layers that contradict the other sizes."""
+def _check_dense_layers(model: Model) -> None:
     number = model.num_dense_layers
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise InputError(f"num_dense_layers={number!r} is not a whole number of 0 or more")
@@ -102,7 +89,7 @@ def check_dense_layers(model: Model) -> None:
         )
     if number == 0:
         return
-    whole(model, "dense_mlp_dim", most=MOST_WIDTH)
+    errors.whole(model, "dense_mlp_dim", most=MOST_WIDTH)
     if model.num_experts == 1:
         raise InputError(
             f"num_dense_layers={number} are dense although other layers have experts, and "
@@ -115,15 +102,11 @@ def check_dense_layers(model: Model) -> None:
         )
 
 
-def check_kinds(model: Model) -> None:
-    """Raises InputError for full attention in turn with a window that is not there.
-
-    Dense first layers would shift the turns: the n-th layer of the pipeline is not that of the
-    model.
-    """
+def _check_kinds(model: Model) -> None:
+    """Full attention in turn with a window that is not there."""
     if model.full_attention_every is None:
         return
-    whole(model, "full_attention_every")
+    errors.whole(model, "full_attention_every")
     if model.full_attention_every == 1 or model.sliding_window is None:
         raise InputError(
             f"full_attention_every={model.full_attention_every} lets layers with a window take "
@@ -138,9 +121,7 @@ def check_kinds(model: Model) -> None:
         )
 
 
-def check_quantization(model: Model) -> None:
-    """Raises InputError for a model whose products have no low precision."""
-    one_of("quantization", model.quantization, (None, "int8", "fp8"))
+def _check_quantization(model: Model) -> None:
     if model.quantization is None:
         return
     if model.num_experts > 1:
@@ -162,13 +143,11 @@ def check_quantization(model: Model) -> None:
         )
 
 
-def check_experts(model: Model) -> None:
-    """Raises InputError for experts and a router that contradict each other."""
-    one_of("experts", model.experts, ("dense", "grouped", "capacity"))
+def _check_experts(model: Model) -> None:
     if model.expert_group is not None:
-        whole(model, "expert_group")
+        errors.whole(model, "expert_group")
         rule = f"expert_group={model.expert_group} does not divide num_experts="
-        is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
+        errors.is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
         if model.num_experts == 1:
             raise InputError(
                 f"expert_group={model.expert_group} is how many of several experts are computed at "
@@ -180,17 +159,13 @@ def check_experts(model: Model) -> None:
                 "and experts='capacity' computes all of a device at once; leave it at None"
             )
     if model.capacity_factor is not None:
-        above_zero(model, "capacity_factor")
+        errors.above_zero(model, "capacity_factor")
         if model.experts != "capacity":
             raise InputError(
                 f"capacity_factor={model.capacity_factor} is how much each of "
                 f"experts='capacity' takes, and experts={model.experts!r}; leave it at None"
             )
-    one_of("router_score", model.router_score, ("softmax", "sigmoid"))
-    one_of("router_normalize", model.router_normalize, (True, False))
-    above_zero(model, "router_scale")
-    one_of("router_bias", model.router_bias, (True, False))
-    one_of("router_bias_in_weights", model.router_bias_in_weights, (True, False))
+    errors.above_zero(model, "router_scale")
     if model.router_bias_in_weights and not model.router_bias:
         raise InputError(
             "router_bias_in_weights=True needs a bias, and router_bias=False; set both or none"
@@ -213,8 +188,7 @@ def check_experts(model: Model) -> None:
 
 
 def _check_groups(model: Model) -> None:
-    """Raises InputError for groups from which the router cannot choose."""
-    whole(model, "router_groups", "router_groups_per_token")
+    errors.whole(model, "router_groups", "router_groups_per_token")
     groups, some = model.router_groups, model.router_groups_per_token
     if some > groups:
         raise InputError(
@@ -229,7 +203,7 @@ def _check_groups(model: Model) -> None:
             f"{model.router_score!r}; set one of them to another value"
         )
     rule = f"num_experts={model.num_experts} does not split into router_groups={groups}"
-    divides(groups, model.num_experts, rule=rule)
+    errors.divides(groups, model.num_experts, rule=rule)
     size, chosen = model.num_experts // groups, model.num_experts_per_token
     if size < 2 or chosen > some * size:
         raise InputError(
@@ -239,13 +213,10 @@ def _check_groups(model: Model) -> None:
         )
 
 
-def check_rope(model: Model) -> None:
-    """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
-    one_of("rope_interleaved", model.rope_interleaved, (True, False))
-    one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))
+def _check_rope(model: Model) -> None:
     read = ROPE_SCALINGS.get(model.rope_scaling or "", {})
     known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
-    for name in ROPE_SCALINGS["llama3"]:
+    for name in _BY_PARTS:
         value = getattr(model, name)
         if name in read and value is None:
             raise InputError(
@@ -258,11 +229,11 @@ def check_rope(model: Model) -> None:
                 "leave it out, or choose a rope_scaling that reads it"
             )
     if "rope_factor" in read:
-        at_least(model, 1.0, "rope_factor")
+        errors.at_least(model, 1.0, "rope_factor")
     if "rope_original_length" in read:
-        whole(model, "rope_original_length")
-        above_zero(model, "rope_low_frequency", "rope_high_frequency")
-        low, high = number(model, "rope_low_frequency"), number(model, "rope_high_frequency")
+        errors.whole(model, "rope_original_length")
+        errors.above_zero(model, "rope_low_frequency", "rope_high_frequency")
+        low, high = model.rope_low_frequency, model.rope_high_frequency
         if low >= high:
             raise InputError(
                 f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "

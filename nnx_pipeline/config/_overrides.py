@@ -37,17 +37,12 @@ def known_keys() -> dict[str, object]:
 
 
 def value_of(config: Config, key: str) -> object:
-    """The value of one field of a config.
-
-    - `config`: the config that has the field.
-    - `key`: section and field with a dot between them, such as `model.num_layers`; it must exist.
-    """
+    """The value of a field by its dotted key, such as `model.num_layers`."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
 
 def _convert(key: str, text: str, hint: Any) -> object:
-    """The value that `text` stands for, by the type hint of its field."""
     origin, or_none = typing.get_origin(hint), ""
     if origin in (types.UnionType, typing.Union):
         if text.lower() == "none":
@@ -73,10 +68,7 @@ def _convert(key: str, text: str, hint: Any) -> object:
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:
-    """A new config with the values of some dotted keys replaced.
-
-    - `config`: gives all other values; it is not changed.
-    - `overrides`: the new values by dotted key, as texts (see `parse_overrides`).
+    """A new config with the values of some dotted keys replaced by those that the texts stand for.
 
     Raises InputError for an unknown key, naming the nearest known one, and for a value that is not
     of the field's type or that the config refuses.

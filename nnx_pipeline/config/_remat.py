@@ -1,7 +1,4 @@
-"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes.
-
-JAX is imported where a policy is used: a config needs the names of the policies alone.
-"""
+"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes."""
 
 from __future__ import annotations
 
@@ -29,16 +26,11 @@ Policy = Callable[..., Any]  # of a primitive and its values to what becomes of 
 
 @dataclass(frozen=True)
 class Remat:
-    """A remat policy: which named values a checkpoint keeps in addition to its inputs.
-
-    The names are those that the modules give with `named`: the constants of this file.
+    """Which named values (see `named`) a checkpoint keeps in addition to its inputs.
 
     - `saved`: names kept in device memory; None keeps every value, named or not.
-    - `offloaded`: names kept in host memory. They are sent there as soon as they are computed, and
-      fetched in the backward pass. A compiler without a separate host memory (CPU) leaves them
-      where they are.
-
-    Raises InputError when the two contradict each other.
+    - `offloaded`: names kept in host memory from where they are computed until the backward pass. A
+      compiler without a separate host memory (CPU) leaves them where they are.
     """
 
     saved: tuple[str, ...] | None = ()
@@ -63,7 +55,6 @@ class Remat:
     ) -> Callable[_Args, _Result]:
         """The function, recomputed in the backward pass except for the values that are kept.
 
-        - `function`: what to put a checkpoint around.
         - `also`: names saved in addition to the policy's own, unless those are offloaded.
         - `in_scan`: whether the function is the whole body of a scan. XLA then has nothing to merge
           the recomputation with, so that no barrier against merging (`prevent_cse`) is needed.
@@ -73,16 +64,10 @@ class Remat:
         policy = self.policy(also=also)
         if policy is None:
             return function
-        kept: Callable[_Args, _Result] = jax.checkpoint(
-            function, policy=policy, prevent_cse=not in_scan
-        )
-        return kept
+        return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
     def policy(self, *, also: tuple[str, ...] = ()) -> Policy | None:
-        """The policy that `checkpoint` hands to `jax.checkpoint`; None if everything is kept.
-
-        - `also`: as for `checkpoint`.
-        """
+        """What `checkpoint` hands to `jax.checkpoint`; None if everything is kept."""
         import jax
 
         if self.saved is None:
@@ -108,14 +93,12 @@ class Remat:
 # experts; `minimal_offloaded` keeps those on the device. 1F1B keeps its residuals in a ring that
 # its loop carries; both compilers carry such a ring in host memory, too, and move a slot at a time:
 # for `mixtral-small` in 8 microbatches on a TPU v5p, 224 MB of heap and 40 on the host with
-# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`. For `tiny` the heap is larger with it,
-# because other arrays leave the on-chip memory.
+# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`; for `tiny` the heap is larger with it.
 #
-# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
-# on a TPU v5p `full` 196 MB of heap, `save_qkv_proj` 232, `qkv_proj_offloaded` 201 and 40 on the
-# host, `minimal` 890. `inputs_offloaded` is for models whose inputs of layers are much of the heap:
-# of Llama2-7B on four TPU v5p, 21.9 GB of heap with `full`, and 15.6 and 6.5 on the host with it,
-# for an estimated step that is 4.6 % longer. For `mixtral-small` the heap is larger with it (215).
+# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`.
+# `inputs_offloaded` is for models whose inputs of layers are much of the heap: of Llama2-7B on four
+# TPU v5p, 21.9 GB of heap with `full`, and 15.6 and 6.5 on the host with it, for an estimated step
+# that is 4.6 % longer. For `mixtral-small` the heap is larger with it.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),
@@ -131,7 +114,6 @@ FULL, KEEP_ALL = POLICIES["full"], POLICIES["none"]
 
 
 def named(x: Array, name: str) -> Array:
-    """The array with a name by which a policy refers to it."""
     from jax.ad_checkpoint import checkpoint_name
 
     result: Array = checkpoint_name(x, name)

@@ -1,7 +1,6 @@
 """Frozen configs of the training and the whole; each checks its values when it is made.
 
-The mesh is not part of `Config`: the same config runs on any mesh over which its sizes divide, and
-`Config.check_mesh` says why a mesh does not fit.
+The mesh is not part of `Config`; `Config.check_mesh` says why a mesh does not fit.
 """
 
 import dataclasses
@@ -9,21 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nnx_pipeline.config._counts import count_parameters
-from nnx_pipeline.config._limits import MOST_PARAMETERS, MOST_TOKENS
-from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config._fields import MOST_PARAMETERS, MOST_TOKENS, check_choices
+from nnx_pipeline.config.model import ModelConfig, count_parameters
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.lab.errors import (
-    InputError,
-    at_least,
-    counted,
-    divides,
-    do_not_split,
-    is_divisor,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError, counted, do_not_split
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
@@ -36,31 +25,20 @@ class TrainConfig:
 
     global_batch: int = 16
     """Sequences of one training step, over all devices and microbatches."""
-
     sequence_length: int = 1024
     """Tokens of a sequence."""
-
     learning_rate: float = 3e-4
     """Learning rate of AdamW, the same at every step."""
-
     adam_b1: float = 0.9
     """Decay rate of the first moment of the gradients."""
-
     adam_b2: float = 0.95
     """Decay rate of the second moment of the gradients."""
-
     adam_eps: float = 1e-8
     """Added to the square root of the second moment."""
-
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to every parameter."""
-
     clip_norm: float | None = 1.0
-    """The largest global norm of the gradients; larger ones are scaled down to it.
-
-    None scales none.
-    """
-
+    """The largest global norm of the gradients; larger ones are scaled down. None scales none."""
     loss_chunks: int = 8
     """Number of pieces into which the cross-entropy cuts the sequence; divides its length.
 
@@ -84,11 +62,7 @@ class TrainConfig:
     """
 
     dropout_seed: int = 0
-    """Seed of dropout, from 0 to 2**32 - 1.
-
-    The mask is a function of this seed, the step, the layer and the sequence.
-    """
-
+    """Seed of dropout, 0 to 2**32 - 1; masks depend on it, the step, the layer and the sequence."""
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of the gradients that the optimizer gets; None for the dtype of the parameters.
 
@@ -110,7 +84,8 @@ class TrainConfig:
     """
 
     def __post_init__(self) -> None:
-        whole(self, "global_batch", "sequence_length", "loss_chunks")
+        check_choices(self)
+        errors.whole(self, "global_batch", "sequence_length", "loss_chunks")
         tokens = self.global_batch * self.sequence_length
         if tokens > MOST_TOKENS:
             raise InputError(
@@ -118,27 +93,22 @@ class TrainConfig:
                 f"{self.sequence_length:,} tokens (train.sequence_length) has {tokens:,} tokens; "
                 f"choose {MOST_TOKENS:,} or less"
             )
-        at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
-        at_least(self, 0.0, "router_z_loss_weight")
+        errors.at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay")
+        errors.at_least(self, 0.0, "load_balance_weight", "router_z_loss_weight")
         seed = self.dropout_seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
         for name in ("adam_b1", "adam_b2"):
-            if not 0 <= number(self, name) < 1:
+            if not 0 <= errors.number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.clip_norm is not None and number(self, "clip_norm") <= 0:
+        if self.clip_norm is not None and errors.number(self, "clip_norm") <= 0:
             raise InputError(
                 f"clip_norm={self.clip_norm!r} must be above 0; set it to None to clip nothing"
             )
-        one_of("shard_optimizer_over_data", self.shard_optimizer_over_data, (True, False))
-        one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
-        divides(
-            self.loss_chunks,
-            self.sequence_length,
-            rule=f"sequence_length={self.sequence_length} does not split into "
-            f"loss_chunks={self.loss_chunks} pieces",
-            cure="or set train.loss_chunks to a number that divides it, such as 1",
-        )
+        length, chunks = self.sequence_length, self.loss_chunks
+        rule = f"sequence_length={length} does not split into loss_chunks={chunks} pieces"
+        cure = "or set train.loss_chunks to a number that divides it, such as 1"
+        errors.divides(chunks, length, rule=rule, cure=cure)
 
     def loss_chunks_of(self, microbatches: int) -> int:
         """The number of pieces for one of so many microbatches.
@@ -160,10 +130,8 @@ class Config:
 
     model: ModelConfig
     """The architecture."""
-
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How the layers run over the `stage` axis of the mesh."""
-
     train: TrainConfig = field(default_factory=TrainConfig)
     """The batch, the loss and the optimizer."""
 
@@ -186,21 +154,16 @@ class Config:
                 )
 
     def _check_batch(self, microbatches: int) -> None:
-        divides(
-            microbatches,
-            self.train.global_batch,
-            rule=f"a batch of {self.train.global_batch} (train.global_batch) does not split into "
-            f"{microbatches} microbatches",
-        )
+        batch = self.train.global_batch
+        rule = f"a batch of {batch} (train.global_batch) does not split into"
+        errors.divides(microbatches, batch, rule=f"{rule} {microbatches} microbatches")
 
     def layers_per_stage(self, stages: int) -> int:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
         return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
 
     def for_batch(self, batch: int, length: int | None = None) -> "Config":
-        """The same config with a global batch of `batch` sequences.
-
-        - `length`: tokens of each; None for `train.sequence_length`.
+        """The same config with a global batch of `batch` sequences of `length` tokens, if not None.
 
         Raises InputError where the batch, or the loss of that length, does not split.
         """
@@ -211,8 +174,7 @@ class Config:
     def check_mesh(self, mesh: MeshConfig, length: int | None = None) -> None:
         """Raises InputError, which says what to change, unless everything divides over `mesh`.
 
-        - `length`: of the sequences, for which the model must have been made; None for
-          `train.sequence_length`.
+        `length` is that of the sequences; None for `train.sequence_length`.
         """
         self.check_weights(mesh)
         self._check_length(self.train.sequence_length if length is None else length)
@@ -221,39 +183,30 @@ class Config:
         self._check_batch_on(mesh)
 
     def check_weights(self, mesh: MeshConfig) -> None:
-        """Raises InputError, which says what to change, unless `mesh` can hold the weights.
-
-        The batch is not checked; `check_mesh` checks that too.
-        """
+        """Raises InputError, which says what to change, unless `mesh` can hold the weights."""
         for divisor, size, rule in self.weight_rules(mesh):
-            divides(divisor, size, rule=rule, cure="or another mesh")
+            errors.divides(divisor, size, rule=rule, cure="or another mesh")
 
     def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
-        """The conditions under which `mesh` can hold the weights.
+        """(divisor, size, rule) of each condition under which `mesh` can hold the weights.
 
-        Yields (divisor, size, rule) for each condition: `divisor` must divide `size`, and `rule` is
-        the text that says so.
+        The divisor must divide the size, and the rule is the text that says so.
         """
         model, repeats = self.model, self.pipeline.num_repeats
         if not self.pipeline.pad_layers:
             dense = f" - num_dense_layers={model.num_dense_layers}"
             which = f"{model.num_layers}{dense if model.num_dense_layers else ''}"
-            rule = f"model.num_layers={which} does not split into "
-            yield (
-                mesh.stage * repeats,
-                model.num_pipeline_layers,
-                f"{rule}{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}",
-            )
-            kinds = len(model.of_kinds)
-            per_stage = self.layers_per_stage(mesh.stage)
+            parts = f"{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}"
+            rule = f"model.num_layers={which} does not split into {parts}"
+            yield mesh.stage * repeats, model.num_pipeline_layers, rule
+            kinds, per_stage = len(model.of_kinds), self.layers_per_stage(mesh.stage)
             rule = f"{do_not_split(per_stage, 'layer')} by model.full_attention_every={kinds}"
             yield kinds, per_stage, f"on a stage {rule}"
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
-            if size is None:
-                continue
             rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
-            yield divisor, size, rule
+            if size is not None:
+                yield divisor, size, rule
         if self.train.shard_optimizer_over_data:
             shards = mesh.product("fsdp", "expert", "data")
             for name in ("embed_dim", "kv_lora_rank", "q_lora_rank"):
@@ -263,7 +216,6 @@ class Config:
                     yield shards, size, rule
 
     def _check_length(self, length: int) -> None:
-        """Checks that the model was made for sequences of this length."""
         longest = self.model.max_position_embeddings
         if longest is not None and length > longest:
             raise InputError(
@@ -276,21 +228,17 @@ class Config:
         group, own = self.model.expert_group, self.model.num_experts // mesh.expert
         if group is not None:
             rule = f"the {own} experts that a device of expert={mesh.expert} has do not split into "
-            is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
+            errors.is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
-        """Checks the options of the pipeline, and the number of microbatches, against the mesh."""
         stages, repeats = mesh.stage, self.pipeline.num_repeats
         microbatches = self.pipeline.microbatches_on(stages)
         if mesh.context > 1:
             raise InputError(
                 f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
             )
-        divides(
-            stages,
-            microbatches,
-            rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
-        )
+        rule = f"pipeline.num_microbatches={microbatches} does not split over stage={stages}"
+        errors.divides(stages, microbatches, rule=rule)
         fewest = self.pipeline.forwarding_delay * stages
         if microbatches < fewest:
             raise InputError(
@@ -308,12 +256,11 @@ class Config:
             )
 
     def _check_batch_on(self, mesh: MeshConfig) -> None:
-        """Checks that microbatches split over the devices that each of them runs on."""
         microbatches = self.pipeline.microbatches_on(mesh.stage)
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // microbatches
-        divides(
+        errors.divides(
             copies * microbatches,
             self.train.global_batch,
             rule=f"a microbatch of {counted(microbatch, 'sequence')} does not split over "
@@ -323,33 +270,26 @@ class Config:
             cure="for the batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
-        is_divisor(
-            parts,
-            own,
-            rule=f"a device has {counted(own, 'sequence')} of a microbatch, which "
-            f"pipeline.batch_split={parts} does not divide",
-        )
+        rule = f"a device has {counted(own, 'sequence')} of a microbatch, which "
+        rule += f"pipeline.batch_split={parts} does not divide"
+        errors.is_divisor(parts, own, rule=rule)
 
     def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
 
-        - `stages`: of the mesh.
-        - `segments`: whether the batch has segment ids, and so may have padding.
-
-        The router's load-balance loss is computed per microbatch (see `PipelineConfig`), and so is
-        its z-loss where microbatches may have different numbers of tokens that are not padding.
-        Where one has a weight and the mesh has stages, the number of microbatches must therefore be
-        given, and not be derived from `stages`.
+        The load-balance loss is computed per microbatch (see `PipelineConfig`), and with
+        `segments`, where microbatches may differ in padding, so is the z-loss. If one of them has a
+        weight and the mesh has stages, the number of microbatches must be given.
         """
         default = self.pipeline.microbatches_on(stages)
         names = ("load_balance_weight", *["router_z_loss_weight"] * segments)
         weighed = [name for name in names if getattr(self.train, name) > 0]
         if weighed and self.pipeline.num_microbatches is None and default > 1:
+            name, weight = weighed[0], getattr(self.train, weighed[0])
             raise InputError(
-                f"the router's loss, which train.{weighed[0]}="
-                f"{getattr(self.train, weighed[0])} adds, depends on the number of microbatches, "
-                "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
-                f"{default}); set pipeline.num_microbatches={default}, on every mesh"
+                f"the router's loss, which train.{name}={weight} adds, depends on the number of "
+                "microbatches, and pipeline.num_microbatches=None makes that depend on the mesh "
+                f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
             )
 
 

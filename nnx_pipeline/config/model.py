@@ -4,25 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.config._limits import MOST_LAYERS, MOST_WIDTH
-from nnx_pipeline.config._model_rules import (
-    OF_ROUTER,
-    check_dense_layers,
-    check_experts,
-    check_kinds,
-    check_latent,
-    check_quantization,
-    check_rope,
-)
-from nnx_pipeline.lab.errors import (
-    InputError,
-    above_zero,
-    at_least,
-    divides,
-    number,
-    one_of,
-    whole,
-)
+from nnx_pipeline.config._fields import MOST_LAYERS, MOST_WIDTH, check_choices
+from nnx_pipeline.config._model_rules import OF_ROUTER, check_together
+from nnx_pipeline.lab import errors
+from nnx_pipeline.lab.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -40,19 +25,16 @@ class ModelConfig:
     Where it does not split over the mesh axes `stage` and `tensor`, the width of table and head
     splits over them instead: of 50,257 float32 rows of 4,096 numbers a device has 412 MB each on
     two stages. For logits and the loss the head then gets columns of zeros, which count in nothing
-    and are never stored. Only where `embed_dim` does not split either, a device holds all of both
-    along such an axis (823 MB each).
+    and are never stored. Where `embed_dim` does not split either, a device holds all of both along
+    such an axis (823 MB each).
     """
 
     embed_dim: int
     """Width of the residual stream."""
-
     mlp_dim: int
     """Hidden units of the MLP, or of each expert."""
-
     num_layers: int
     """Decoder layers of the whole model, over all stages and repeats."""
-
     num_dense_layers: int = 0
     """How many of the first layers have a dense MLP although the others have experts (DeepSeek).
 
@@ -62,13 +44,10 @@ class ModelConfig:
 
     dense_mlp_dim: int | None = None
     """Hidden units of the MLP of the `num_dense_layers`; None if there are none."""
-
     num_heads: int
     """Query heads of a layer; a multiple of `num_kv_heads`."""
-
     num_kv_heads: int
     """Key-value heads of a layer, each read by `num_heads / num_kv_heads` query heads."""
-
     head_dim: int
     """Width of one head; even, because rotary embeddings rotate pairs of values.
 
@@ -79,41 +58,31 @@ class ModelConfig:
     kv_lora_rank: int | None = None
     """Width of the latent vector from which all heads' keys and values are made; None for none.
 
-    With it attention is multi-head latent attention (DeepSeek-V2, 2024, section 2.1), for which
-    `rope_head_dim` and `value_head_dim` are needed and each query head has a key and a value of its
-    own (`num_kv_heads = num_heads`).
+    With it attention is multi-head latent attention (DeepSeek-V2, 2024, section 2.1), which needs
+    `rope_head_dim`, `value_head_dim` and `num_kv_heads = num_heads`: each query head has a key and
+    a value of its own.
     """
 
     q_lora_rank: int | None = None
     """Width of the latent vector from which queries are made; None makes them from the stream."""
-
     rope_head_dim: int | None = None
     """How many numbers of a head are rotated, with `kv_lora_rank`; their key is the same in all."""
-
     value_head_dim: int | None = None
     """Width of a value head, with `kv_lora_rank`."""
-
     num_experts: int = 1
     """Experts of a layer; 1 means an ordinary dense MLP without a router."""
-
     num_experts_per_token: int = 1
     """Experts that the router chooses for each token; at most `num_experts`."""
-
     dtype: str = "bfloat16"
     """Dtype of activations and matrix products: `bfloat16`, `float16` or `float32`."""
-
     param_dtype: str = "float32"
     """Dtype in which parameters are stored: `bfloat16`, `float16` or `float32`."""
-
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
-
     norm_scale_offset: float = 0.0
     """Added to the scale of every RMSNorm; 1.0 for models whose scale is stored around 0."""
-
     rope_theta: float = 1e6
     """Base of the rotary embedding: pair i turns by position / theta^(2i / head_dim) radians."""
-
     rope_interleaved: bool = False
     """Whether a pair is two neighbours, x[2i] and x[2i+1], rather than x[i] and x[i + head_dim/2].
 
@@ -134,19 +103,14 @@ class ModelConfig:
 
     rope_factor: float | None = None
     """By how much `rope_scaling` slows angles down, 1 or more; 8 in Llama 3.1."""
-
     rope_original_length: int | None = None
     """Tokens of the sequences that the model was first trained on; for `llama3` and `yarn`."""
-
     rope_low_frequency: float | None = None
     """Turns in the original length up to which `llama3` and `yarn` slow a pair down in full."""
-
     rope_high_frequency: float | None = None
     """Turns in the original length from which on `llama3` and `yarn` leave a pair as it is."""
-
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
-
     attention_bias: Literal["qkv", "all"] | None = None
     """Which projections of attention have a bias; None for none of them.
 
@@ -161,11 +125,7 @@ class ModelConfig:
     """
 
     logits_soft_cap: float | None = None
-    """The bound of the head's logits, cap · tanh(logits / cap); None for no bound.
-
-    Gemma 2 has 30.
-    """
-
+    """Bound of the head's logits, cap · tanh(logits / cap): 30 in Gemma 2; None for no bound."""
     tied_embeddings: bool = False
     """Whether the embedding table is also the head: logits are hidden states · tableᵀ.
 
@@ -181,23 +141,19 @@ class ModelConfig:
     attention_scale: float = 1.0
     """Multiplies the attention scores.
 
-    The default is 1.0 because, as in MaxText, the factor 1/sqrt(head_dim) is part of the query
-    kernel's initial values. With `qk_norm` no kernel can hold that factor, and MaxText's models
-    have head_dim^-0.5 here.
+    It is 1.0 where, as in MaxText, the factor 1/sqrt(head_dim) is part of the query kernel's
+    initial values. With `qk_norm` no kernel can hold that factor, and MaxText's models have
+    head_dim^-0.5 here.
     """
 
     dropout_rate: float = 0.0
-    """Dropout rate of what attention and feed-forward add to the residual stream.
-
-    Dropout acts in training only.
-    """
-
+    """Dropout rate, in training, of what attention and feed-forward add to the residual stream."""
     attention: Literal["dot_product", "chunked", "flash", "auto"] = "dot_product"
     """How attention is computed, a key of `ops.fast_attention.kernels.KERNELS`.
 
     `dot_product` holds the scores of one block of queries. `chunked` holds one tile of scores, on
     every platform; `flash` is the kernel of a TPU or NVIDIA GPU. `auto` takes what suits the
-    platform and the sequence, see `ops.fast_attention.kernels.chosen`.
+    platform and the sequence.
     """
 
     attention_block: int | None = None
@@ -210,7 +166,6 @@ class ModelConfig:
 
     sliding_window: int | None = None
     """How many tokens a query reads: itself and tokens before it; None for all before it."""
-
     full_attention_every: int | None = None
     """Every how many layers one reads all tokens before it, without the `sliding_window`.
 
@@ -260,10 +215,8 @@ class ModelConfig:
 
     router_normalize: bool = True
     """Whether the weights of the chosen experts are divided by their sum."""
-
     router_scale: float = 1.0
     """Multiplies the weights of the chosen experts."""
-
     router_bias: bool = False
     """Whether a bias per expert is added to the scores by which experts are chosen.
 
@@ -286,7 +239,6 @@ class ModelConfig:
 
     router_groups_per_token: int = 1
     """Groups that the experts of a token are chosen from; at most `router_groups`."""
-
     num_shared_experts: int = 0
     """Experts that every token goes through, beside the experts that the router chooses.
 
@@ -297,8 +249,7 @@ class ModelConfig:
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
     """How tokens are looked up: by a gather, or by a product with one-hot rows.
 
-    `auto` takes the product unless its one-hot array would be above 2 GiB. The product costs as
-    much as the head.
+    `auto` takes the product, which costs as much as the head, unless its array is above 2 GiB.
     """
 
     max_position_embeddings: int | None = None
@@ -309,7 +260,7 @@ class ModelConfig:
 
     @property
     def num_pipeline_layers(self) -> int:
-        """The layers that are divided over stages and repeats: all but the dense first ones."""
+        """All but the dense first ones: the layers that are divided over stages and repeats."""
         return self.num_layers - self.num_dense_layers
 
     @property
@@ -342,10 +293,10 @@ class ModelConfig:
 
     @property
     def embedding_deviation(self) -> float:
-        """The standard deviation with which a new embedding table begins.
+        """The standard deviation with which a new embedding table begins: 1, as in MaxText.
 
-        It is MaxText's, 1, unless the table is the head too: then the logits of a new model have a
-        variance of 1, and its loss begins near log(vocab_size).
+        A table that is the head too gives new logits a variance of 1, and a loss near
+        log(vocab_size).
         """
         return self.embed_dim**-0.5 if self.tied_embeddings else 1.0
 
@@ -355,60 +306,43 @@ class ModelConfig:
         return self.head_dim if self.rope_head_dim is None else self.rope_head_dim
 
     def __post_init__(self) -> None:
-        whole(self, "num_layers", most=MOST_LAYERS)
-        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
-        whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
-        whole(self, "num_experts_per_token")
-        divides(
-            self.num_kv_heads,
-            self.num_heads,
-            rule=f"num_heads={self.num_heads} does not split over num_kv_heads={self.num_kv_heads}",
-        )
-        divides(
-            2, self.head_dim, rule=f"head_dim={self.head_dim} must be even for rotary embeddings"
-        )
+        check_choices(self)
+        errors.whole(self, "num_layers", most=MOST_LAYERS)
+        errors.whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
+        errors.whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
+        errors.whole(self, "num_experts_per_token")
+        heads, groups, width = self.num_heads, self.num_kv_heads, self.head_dim
+        rule = f"num_heads={heads} does not split over num_kv_heads={groups}"
+        errors.divides(groups, heads, rule=rule)
+        errors.divides(2, width, rule=f"head_dim={width} must be even for rotary embeddings")
         if self.num_experts_per_token > self.num_experts:
             raise InputError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds "
                 f"num_experts={self.num_experts}; choose {self.num_experts} or fewer"
             )
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("param_dtype", self.param_dtype, DTYPES)
-        one_of("attention", self.attention, ("dot_product", "chunked", "flash", "auto"))
-        check_latent(self)
-        check_dense_layers(self)
-        check_kinds(self)
-        check_experts(self)
-        if self.attention_block is not None:
-            whole(self, "attention_block")
-            if self.attention not in ("dot_product", "chunked"):
-                raise InputError(
-                    f"attention_block={self.attention_block} is for attention='dot_product' and "
-                    f"'chunked', and attention={self.attention!r}; leave it at None"
-                )
-        if self.sliding_window is not None:
-            whole(self, "sliding_window")
-        check_quantization(self)
-        one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
-        if self.max_position_embeddings is not None:
-            whole(self, "max_position_embeddings")
-        at_least(self, 0.0, "norm_epsilon")
-        number(self, "norm_scale_offset")
-        above_zero(self, "rope_theta", "attention_scale")
-        check_rope(self)
-        one_of("qk_norm", self.qk_norm, (True, False))
-        one_of("attention_bias", self.attention_bias, (None, "qkv", "all"))
+        errors.one_of("dtype", self.dtype, DTYPES)
+        errors.one_of("param_dtype", self.param_dtype, DTYPES)
+        check_together(self)
+        for name in ("attention_block", "sliding_window", "max_position_embeddings"):
+            if getattr(self, name) is not None:
+                errors.whole(self, name)
+        if self.attention_block is not None and self.attention not in ("dot_product", "chunked"):
+            raise InputError(
+                f"attention_block={self.attention_block} is for attention='dot_product' and "
+                f"'chunked', and attention={self.attention!r}; leave it at None"
+            )
+        errors.at_least(self, 0.0, "norm_epsilon")
+        errors.number(self, "norm_scale_offset")
+        errors.above_zero(self, "rope_theta", "attention_scale")
         for name in ("attention_soft_cap", "logits_soft_cap"):
             if getattr(self, name) is not None:
-                above_zero(self, name)
-        one_of("tied_embeddings", self.tied_embeddings, (True, False))
-        one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
+                errors.above_zero(self, name)
         if self.tied_head_dtype is not None and not self.tied_embeddings:
             raise InputError(
                 f"tied_head_dtype={self.tied_head_dtype!r} has no effect with "
                 "tied_embeddings=False; leave it out, or set tied_embeddings to True"
             )
-        if not 0 <= number(self, "dropout_rate") < 1:
+        if not 0 <= errors.number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
     @property
@@ -424,3 +358,49 @@ class ModelConfig:
         low, high = (limit for limit in limits if limit is not None)
         assert length is not None, "only rope_scaling=llama3 and yarn have them"
         return length, low, high
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    total: int
+    active: int
+    """What one token passes through: all but the experts that it is not sent to."""
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """The number of parameters of a model, computed from its config alone."""
+    expert = 3 * model.embed_dim * model.mlp_dim
+    router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
+    router += model.num_experts if model.router_bias else 0
+    attention = _attention(model)
+    shared = attention + router + model.num_shared_experts * expert
+    dense = model.num_dense_layers * (attention + 3 * model.embed_dim * (model.dense_mlp_dim or 0))
+    tables = 1 if model.tied_embeddings else 2
+    outside = tables * model.vocab_size * model.embed_dim + model.embed_dim
+
+    def with_experts(experts: int) -> int:
+        return outside + dense + model.num_pipeline_layers * (shared + experts * expert)
+
+    return ParameterCount(
+        with_experts(model.num_experts), with_experts(model.num_experts_per_token)
+    )
+
+
+def _attention(model: ModelConfig) -> int:
+    """With the norms of the layer."""
+    norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
+    if model.kv_lora_rank is None:
+        heads = 2 * (model.num_heads + model.num_kv_heads)
+        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+        biases += model.embed_dim if model.attention_bias == "all" else 0
+        biases = biases if model.attention_bias else 0
+        return heads * model.embed_dim * model.head_dim + biases + norms
+    rank, value_dim = model.kv_lora_rank, model.value_head_dim or 0
+    source, query = model.embed_dim, 0
+    if model.q_lora_rank is not None:
+        source, query = model.q_lora_rank, model.embed_dim * model.q_lora_rank + model.q_lora_rank
+    query += source * model.num_heads * model.head_dim
+    plain = model.head_dim - model.rope_dim
+    keys = model.embed_dim * (rank + model.rope_dim) + rank
+    keys += rank * model.num_heads * (plain + value_dim)
+    return query + keys + model.num_heads * value_dim * model.embed_dim + norms

@@ -1,13 +1,11 @@
 """The frozen config of the pipeline, which checks its values when it is made."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from nnx_pipeline.config._limits import MOST_MICROBATCHES, MOST_PARTS
+from nnx_pipeline.config._fields import MOST_MICROBATCHES, MOST_PARTS, check_choices
 from nnx_pipeline.config._remat import LAYER_INPUT, POLICIES
-from nnx_pipeline.lab.errors import InputError, one_of, whole
-
-_FsdpGather = Literal["use", "step", "prefetch"]
+from nnx_pipeline.lab.errors import InputError, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +18,12 @@ class PipelineConfig:
     num_microbatches: int | None = None
     """Number of microbatches; None means as many as fill the pipeline: forwarding_delay · stages.
 
-    A mesh without stages is a pipeline of one stage: with several microbatches they go through all
-    layers one after the other, with one the whole batch does. What a model computes does not depend
-    on their number, except for what is computed per microbatch: the router's load-balance loss, a
-    `MicrobatchMean`, and the state of layers, such as running statistics. So that the numbers are
-    the same on every mesh, it must be given where the mesh has stages and the load-balance loss has
-    a weight (`train.load_balance_weight`) or the layers have state.
+    A mesh without stages is a pipeline of one stage: several microbatches go through all layers one
+    after the other. What a model computes does not depend on their number, except for what is
+    computed per microbatch: the router's load-balance loss, a `MicrobatchMean`, and the state of
+    layers. So that the numbers are the same on every mesh, it must be given where the mesh has
+    stages and the load-balance loss has a weight (`train.load_balance_weight`) or the layers have
+    state.
     """
 
     num_repeats: int = 1
@@ -37,8 +35,8 @@ class PipelineConfig:
     pad_layers: bool = False
     """Whether layers that do not divide into stages and repeats are padded to a number that does.
 
-    The places after the last layer hold parameters, and their work takes as long as that of other
-    layers, but its results are discarded. If not, such a number of layers is an error.
+    The places after the last layer hold parameters and take as long as other layers, but their
+    results are discarded. If not, such a number of layers is an error.
     """
 
     schedule: Literal["circular", "1f1b"] = "circular"
@@ -65,12 +63,7 @@ class PipelineConfig:
     """
 
     sharding: Literal["explicit", "auto"] = "explicit"
-    """The kind of mesh axes that the commands make.
-
-    A model in Python follows the axes of the mesh that it is made under
-    (`make_mesh(…, sharding=…)`).
-    """
-
+    """The kind of mesh axes that the commands make; `make_mesh(…, sharding=…)` in Python."""
     remat: Literal[
         "full",
         "save_out_proj",
@@ -84,11 +77,9 @@ class PipelineConfig:
     ] = "full"
     """What the backward pass keeps, beside the input of a stage at each tick.
 
-    With `inputs_offloaded` that is the inputs of layers, in host memory, and nothing in the
+    A name from `remat.POLICIES`, where the comments say what compilers do with offloaded values.
+    With `inputs_offloaded` it keeps the inputs of layers in host memory, and nothing in the
     device's.
-
-    A name from `remat.POLICIES`, which also decides between device and host memory, and where the
-    comments say what compilers do with offloaded values.
     """
 
     save_decoder_layer_input: bool = True
@@ -105,7 +96,7 @@ class PipelineConfig:
     layers without state, and not for those that run before the pipeline.
     """
 
-    fsdp_gather: _FsdpGather = "use"
+    fsdp_gather: Literal["use", "step", "prefetch"] = "use"
     """When a stage gathers weights that are sharded over fsdp.
 
     - `use`: at each use.
@@ -130,24 +121,16 @@ class PipelineConfig:
     """
 
     def __post_init__(self) -> None:
+        check_choices(self)
         whole(self, "num_repeats")
         whole(self, "batch_split", most=MOST_PARTS)
         if self.num_microbatches is not None:
             whole(self, "num_microbatches", most=MOST_MICROBATCHES)
-        one_of("pad_layers", self.pad_layers, (True, False))
-        one_of("schedule", self.schedule, ("circular", "1f1b"))
-        one_of("shift", self.shift, ("ppermute", "slice", "pad"))
-        one_of("forwarding_delay", self.forwarding_delay, (1, 2))
-        one_of("sharding", self.sharding, ("explicit", "auto"))
-        one_of("remat", self.remat, POLICIES)
-        one_of("fsdp_gather", self.fsdp_gather, get_args(_FsdpGather))
-        one_of("backward", self.backward, (None, "autodiff", "accumulate"))
         if self.gathers_before_use and self.backward == "autodiff":
             raise InputError(
                 f"pipeline.fsdp_gather={self.fsdp_gather} adds gradients up over ticks, which "
                 "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
             )
-        one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
         if LAYER_INPUT in POLICIES[self.remat].offloaded and not self.save_decoder_layer_input:
             raise InputError(
                 f"pipeline.remat={self.remat} sends the input of each layer to the host, which "
@@ -157,7 +140,6 @@ class PipelineConfig:
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
-        """Raises InputError for options that 1F1B does not have."""
         for name, only in (("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(
@@ -196,7 +178,6 @@ class PipelineConfig:
     def loops_on(self, stages: int) -> bool:
         """Whether microbatches go through the layers one by one on a mesh with `stages` stages.
 
-        If not, there is one stage, one microbatch and nothing to add up: the layers run on the
-        whole batch, and JAX differentiates them.
+        If not, the layers run on the whole batch, and JAX differentiates them.
         """
         return stages > 1 or self.microbatches_on(stages) > 1 or self.accumulates

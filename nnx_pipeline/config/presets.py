@@ -1,8 +1,9 @@
-"""Named configs (presets), from the table in `presets.toml`."""
+"""Named configs, from the table in `presets.toml`."""
 
+import importlib.resources
+import tomllib
 from typing import Any
 
-from nnx_pipeline.config._preset_table import PRESET_TABLE
 from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.lab.errors import InputError, nearest
@@ -13,14 +14,12 @@ def _config(row: dict[str, Any]) -> Config:
     return Config(model=ModelConfig(**model), train=TrainConfig(**row["train"]))
 
 
-PRESETS: dict[str, Config] = {name: _config(row) for name, row in PRESET_TABLE.items()}
+_TABLE = (importlib.resources.files("nnx_pipeline.config") / "presets.toml").read_text("utf-8")
+PRESETS: dict[str, Config] = {name: _config(row) for name, row in tomllib.loads(_TABLE).items()}
 
 
 def preset(name: str) -> Config:
-    """The preset config called `name`.
-
-    Raises InputError, naming the nearest preset, when there is none of that name.
-    """
+    """The preset config called `name`; raises InputError where there is none."""
     if name not in PRESETS:
         raise InputError(f"model {name!r} is not a preset; {nearest(name, PRESETS)}")
     return PRESETS[name]

@@ -228,7 +228,7 @@ def _model_of(program: Program) -> Callable[..., Mixtral]:
 
 
 def _shardings_of(create: Callable[[], Mixtral]) -> nnx.Module:
-    shapes = jax.eval_shape(create)
+    shapes: Mixtral = jax.eval_shape(create)
     return variable_shardings(shapes, shapes.layout, jax.sharding.get_mesh())
 
 

@@ -10,14 +10,8 @@ import click
 
 from nnx_pipeline.config._overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.config import Config, to_dict
-from nnx_pipeline.lab._cli.options import (
-    COUNT,
-    bundled,
-    config_of,
-    config_options,
-    json_option,
-    place_options,
-)
+from nnx_pipeline.lab._cli import options
+from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
 from nnx_pipeline.lab._files import say, write_output
@@ -37,33 +31,24 @@ class Stored:
     config_name: str | None
 
     def config(self, chosen: Chosen, offered: Checkpoints) -> Config:
-        """The config of the model: of `--config`, of `--model`, or of the checkpoint itself.
-
-        - `chosen`: `--model`, and the overrides of `--set`.
-
-        Raises InputError where there is none, and for both options at once.
-        """
+        """The config of the model: of `--config`, of `--model`, or of the checkpoint itself."""
         if self.config_name is not None and chosen.model is not None:
             raise InputError("--config and --model name one config each; leave one of them out")
-        own = offered.stored_config(self.checkpoint)  # first, so that a missing checkpoint is named
+        config = offered.stored_config(self.checkpoint)  # first: a missing checkpoint is named
         if chosen.model is not None:
-            config: Config = config_of(chosen)
-            return config
-        found = own
+            preset: Config = options.config_of(chosen)
+            return preset
         if self.config_name is not None:
-            found = offered.read_config(self.config_name, self.checkpoint)
-        if found is None:
+            config = offered.read_config(self.config_name, self.checkpoint)
+        if config is None:
             raise InputError(
                 f"{self.checkpoint} does not hold the config of its model; give it with --config "
                 "FILE or --model PRESET"
             )
-        return apply_overrides(found, parse_overrides(chosen.assignments))
+        return apply_overrides(config, parse_overrides(chosen.assignments))
 
     def departures(self, config: Config, offered: Checkpoints) -> list[str]:
-        """A sentence on each field of the model that is not as the checkpoint's own config says.
-
-        - `config`: of the model that is built.
-        """
+        """A sentence on each field of the model that is not as the checkpoint's own config says."""
         own = offered.stored_config(self.checkpoint)
         if own is None:
             return []
@@ -95,14 +80,9 @@ class Prompts:
         return tokenizer_for(self.tokenizer, checkpoint, vocab_size)
 
     def tokens(self, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each prompt."""
         if tokenizer is not None and self.texts:
             return tuple(tuple(tokenizer.encode(text)) for text in self.texts)
         return tuple(_ids("--tokens", text) for text in self.token_lists)
-
-    def shown(self) -> tuple[str, ...]:
-        """What is shown before the new text of each prompt: its text, or nothing for tokens."""
-        return self.texts or ("",) * len(self.token_lists)
 
 
 @dataclass(frozen=True)
@@ -117,26 +97,16 @@ class Drawing:
     end_token: str | None
 
     def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
-        """What is asked of the model.
-
-        - `prompts`: the tokens of each.
-        - `ends`: the end tokens where `--end-token` is not given.
-        """
-        from nnx_pipeline.generate.loop import Request
-        from nnx_pipeline.generate.sampling import Sampling
+        from nnx_pipeline.generate import Request, Sampling
 
         if self.end_token is not None:
             ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
-        sampling = Sampling(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
-        )
-        return Request(
-            prompts=prompts, new_tokens=self.new_tokens, end_tokens=ends, sampling=sampling
-        )
+        drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        sampling, count = Sampling(**drawn), self.new_tokens
+        return Request(prompts=prompts, new_tokens=count, end_tokens=ends, sampling=sampling)
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:
-    """The token ids in a text such as `1,2,3`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) <= 10 for part in parts):
         raise InputError(
@@ -169,7 +139,7 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         "YAML with model, pipeline and train, or a preset.",
     ),
 )
-@config_options(required=False)
+@options.config_options(required=False)
 @bundled(
     "prompts",
     Prompts,
@@ -228,8 +198,8 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         help="Tokens after which a text ends, or `none`. By default those of the tokenizer.",
     ),
 )
-@place_options
-@json_option
+@options.place_options
+@options.json_option
 def generate_command(
     stored: Stored,
     chosen: Chosen,
@@ -245,8 +215,7 @@ def generate_command(
     """
     import jax
 
-    from nnx_pipeline.generate._caches import check_generation
-    from nnx_pipeline.generate.loop import generate
+    from nnx_pipeline.generate.loop import check_generation, generate
     from nnx_pipeline.lab._cli.progress import bar, progress
     from nnx_pipeline.lab._report.output import check_writable, emit_json
     from nnx_pipeline.ops._fast_attention.kernels import check_platform
@@ -272,21 +241,12 @@ def generate_command(
             made = generate(model, request, progress=lambda: advance("tokens"))
     texts = [tokenizer.decode(tokens) if tokenizer else None for tokens in made]
     if json_path != "-":
-        for before, tokens, text in zip(prompts.shown(), made, texts, strict=True):
-            write_output(",".join(map(str, tokens)) if text is None else f"{before}{text}")
-    result = {
-        "schema": 1,
-        "checkpoint": stored.checkpoint,
-        "mesh": place.mesh_config.sizes(),
-        "config": to_dict(config),
-        "results": [
-            {
-                "prompt_tokens": list(prompt),
-                "tokens": tokens,
-                "text": text,
-                "ended": tokens[-1] in request.end_tokens,
-            }
-            for prompt, tokens, text in zip(request.prompts, made, texts, strict=True)
-        ],
-    }
-    emit_json(json_path, result)
+        before = prompts.texts or ("",) * len(made)  # nothing before the text after tokens
+        for prompt, tokens, text in zip(before, made, texts, strict=True):
+            write_output(",".join(map(str, tokens)) if text is None else f"{prompt}{text}")
+    results = []
+    for own, tokens, text in zip(request.prompts, made, texts, strict=True):
+        ended = tokens[-1] in request.end_tokens
+        results.append({"prompt_tokens": list(own), "tokens": tokens, "text": text, "ended": ended})
+    about = {"checkpoint": stored.checkpoint, "mesh": place.mesh_config.sizes()}
+    emit_json(json_path, {"schema": 1, **about, "config": to_dict(config), "results": results})

@@ -14,21 +14,16 @@ _ENDS = ("generation_config.json", "config.json")
 
 
 class Tokenizer(Protocol):
-    """Turns texts into tokens and back."""
+    """Turns texts into tokens, whose ids are below `vocab_size`, and back."""
 
     vocab_size: int
-    """Token ids are below it."""
-
     end_tokens: tuple[int, ...]
-    """Tokens that end a text."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, and before them the tokens that begin every text."""
-        ...
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens; end tokens and other special ones are left out."""
-        ...
 
 
 class Bytes:
@@ -38,28 +33,20 @@ class Bytes:
     end_tokens: tuple[int, ...] = (END,)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`. Raises InputError for a text with the end token in it."""
         tokens = list(text.encode("utf-8", "surrogateescape"))
         if END in tokens:
             raise InputError("the prompt contains a byte 0, which ends a document; remove it")
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
-        """See `Tokenizer`; bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
-        parts = (
-            bytes([token]) if token < BYTE_VALUES else b"\xff" for token in tokens if token != END
-        )
+        """Bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
+        kept = (token for token in tokens if token != END)
+        parts = (bytes([token]) if token < BYTE_VALUES else b"\xff" for token in kept)
         return b"".join(parts).decode("utf-8", "replace")
 
 
 class FromFile:
-    """The tokenizer of a `tokenizer.json`, by the package `tokenizers`.
-
-    - `path`: the file. The files beside it name the tokens that end a text.
-
-    Raises InputError without the package, for a file that it cannot read, and for files beside it
-    from which the end tokens cannot be read.
-    """
+    """A `tokenizer.json`, by the package `tokenizers`; files beside it name the end tokens."""
 
     def __init__(self, path: Path) -> None:
         tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
@@ -71,23 +58,17 @@ class FromFile:
         self.end_tokens = _end_tokens(path.parent)
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
         return list(self._own.encode(text).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """See `Tokenizer`."""
         return str(self._own.decode(tokens))
 
 
 def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer for a model.
+    """The tokenizer for the model of a checkpoint; raises InputError where there is none that fits.
 
     - `name`: `bytes`, or a `tokenizer.json` or the folder of one; None for the `tokenizer.json` of
       the checkpoint, or where there is none for bytes if the vocabulary is that of bytes.
-    - `checkpoint`: the folder of the model.
-    - `vocab_size`: of the model.
-
-    Raises InputError where there is none, and for one with more tokens than the model.
     """
     if name is None and (local(checkpoint) / FILE).is_file():
         name = checkpoint
@@ -118,8 +99,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
 def _end_tokens(folder: Path) -> tuple[int, ...]:
     """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none.
 
-    Raises InputError for a file that cannot be read, or that says something else there: without its
-    end token a text would go on after its end.
+    A file that says something else there is refused: texts would go on after their end.
     """
     for path in (folder / name for name in _ENDS):
         if not path.is_file():

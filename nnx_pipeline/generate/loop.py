@@ -1,5 +1,6 @@
-"""Continues prompts: their tokens are read at once, and then each step makes one more of each."""
+"""Continues prompts: a model with caches reads them at once, then makes token after token."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,12 +12,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.generate._caches import cached_model, rows_on
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.generate.sampling import Sampling, keys_of, next_tokens
 from nnx_pipeline.lab.errors import InputError, counted, whole
-from nnx_pipeline.lab.mesh import ambient_mesh
+from nnx_pipeline.lab.mesh import MeshConfig, ambient_mesh
+from nnx_pipeline.modules import Attention, LatentAttention
+from nnx_pipeline.modules._cache import KeyValueCache
 from nnx_pipeline.modules.decoder import Mixtral
-from nnx_pipeline.sharding.layout import P, place, place_by
+from nnx_pipeline.sharding import layout as layouts
+from nnx_pipeline.sharding.layout import P, Variable, place, place_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,6 @@ class Request:
     - `prompts`: the token ids of each prompt, which may have different lengths.
     - `new_tokens`: how many tokens to make for each prompt at most.
     - `end_tokens`: tokens after which a sequence ends; the end token is part of the result.
-    - `sampling`: how tokens are drawn.
 
     Raises InputError for a request without prompts, with an empty one, for no new token, and for
     tokens that are not whole numbers in a tuple or list.
@@ -56,11 +60,7 @@ class Request:
         return max(map(len, self.prompts))
 
     def check(self, vocab_size: int, longest: int | None) -> None:
-        """Raises InputError for tokens outside a vocabulary, or more than a model was made for.
-
-        - `vocab_size`: tokens are below it.
-        - `longest`: `model.max_position_embeddings`.
-        """
+        """Raises InputError for tokens outside a vocabulary, or more of them than `longest`."""
         tokens = [*(token for prompt in self.prompts for token in prompt), *self.end_tokens]
         for token in tokens:
             if not 0 <= token < vocab_size:
@@ -78,11 +78,6 @@ class Request:
 
 
 def _check_ids(name: str, ids: object) -> None:
-    """Raises InputError unless something is a tuple or list of whole numbers.
-
-    - `name`: what it is called in the message.
-    - `ids`: token ids, if all is well.
-    """
     if not isinstance(ids, tuple | list) or any(
         isinstance(token, bool) or not isinstance(token, int | np.integer) for token in ids
     ):
@@ -122,11 +117,10 @@ def generate(
 
 @dataclass(frozen=True)
 class _Prompts:
-    """The prompts as arrays. Rows that the mesh needs beyond the prompts repeat the first one.
+    """The prompts as arrays; rows that the mesh needs beyond the prompts repeat the first one.
 
-    - `tokens`: int32 `[batch, seq]`, with zeros after the end of a shorter prompt.
-    - `lengths`: int32 `[batch]`.
-    - `slots`: the number of tokens of a sequence, new ones included.
+    `tokens` are int32 `[batch, seq]`, with zeros after the end of a shorter prompt; `slots` is the
+    number of tokens of a sequence, new ones included.
     """
 
     tokens: np.ndarray
@@ -184,13 +178,100 @@ def _programs(
         logits = cached(tokens[:, None], positions=positions[:, None])
         return kept(cached), chosen(logits, positions + 1), positions + 1
 
-    def first() -> _State:
-        state: _State = prefill(model, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths))
-        return state
+    tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+    return (
+        lambda: prefill(model, tokens, lengths),
+        lambda state: decode(state[0], weights, *state[1:]),
+    )
 
-    def further(state: _State) -> _State:
-        caches, tokens, positions = state
-        new: _State = decode(caches, weights, tokens, positions)
-        return new
 
-    return first, further
+def rows_on(mesh: MeshConfig) -> int:
+    """The number that a batch must be a multiple of: each stage works on another microbatch."""
+    return mesh.product("stage", "data", "fsdp", "expert")
+
+
+def generation_config(config: Config) -> Config:
+    """The config with which a model of `config` generates, without what is about training alone.
+
+    Raises InputError for experts that drop tokens.
+    """
+    if config.model.experts == "capacity":
+        raise InputError(
+            "model.experts='capacity' drops tokens by how many of a sequence are computed at once, "
+            "so that one token at a time would get other results than the whole sequence; set "
+            "model.experts='grouped' or 'dense', which have the same weights and drop none"
+        )
+    pipeline = PipelineConfig(
+        num_repeats=config.pipeline.num_repeats,
+        pad_layers=config.pipeline.pad_layers,
+        sharding=config.pipeline.sharding,
+    )
+    return Config(model=config.model, pipeline=pipeline)
+
+
+def check_generation(config: Config, mesh: MeshConfig, length: int) -> None:
+    """Raises InputError unless a model can generate sequences of `length` tokens on a mesh.
+
+    The number of repeats is not checked: loading chooses one that fits.
+    """
+    found = generation_config(config)
+    once = dataclasses.replace(found.pipeline, num_repeats=1)
+    dataclasses.replace(found, pipeline=once).for_batch(rows_on(mesh)).check_mesh(mesh, length)
+
+
+def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
+    """The model with an empty cache in each layer, and the pipeline of `generation_config`.
+
+    It shares the parameters. Call this in a jitted function, under the mesh on which the model was
+    made, and call the result with token ids `[batch, seq]` for the first tokens of each sequence,
+    then with one token of each and its position. Every call changes the caches (`nnx.Cache`),
+    `[repeats, stages, layers per stage, microbatches, …]`, sharded over stages, sequences and
+    key-value heads.
+    """
+    found, microbatches = generation_config(model.config), ambient_mesh().stage
+    pipeline = dataclasses.replace(found.pipeline, num_microbatches=microbatches)
+    # The default batch of a config is not the one of this model.
+    config = dataclasses.replace(found.for_batch(batch), pipeline=pipeline)
+    layout = model.embedding.layout
+    made = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0), layout=layout))
+    cached: Mixtral = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(model))
+    cached.cached = True
+    empty = functools.partial(_empty_cache, batch=batch // microbatches, slots=slots)
+    for attention in _with_caches(cached.pipeline.layers):
+        # As the layer's parameters, `[repeats, stages, layers per stage, …]`.
+        stack = (*jax.tree.leaves(attention)[0].shape[:3], microbatches)
+        attention.cache = empty(attention, stack, (None, "stage", None, None), cached.layout)
+    if cached.early is not None:  # one microbatch for each stage
+        several = microbatches > 1
+        stack = (cached.early.number, *([microbatches] if several else []))
+        names = (None, *(["microbatch"] if several else []))
+        for attention in _with_caches(cached.dense_layers):
+            attention.cache = empty(attention, stack, names, cached.layout)
+    return cached
+
+
+def _empty_cache(
+    attention: Attention | LatentAttention,
+    stack: tuple[int, ...],
+    names: tuple[str | None, ...],
+    layout: layouts.Layout,
+    **sizes: int,
+) -> KeyValueCache:
+    """The empty caches of stacked layers, whose stacked axes have these sizes and logical axes."""
+    one = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
+
+    def stacked(variable: Variable) -> Variable:
+        inner = variable.get_value()
+        axes = (*names, *variable.get_metadata("logical_axes"))
+        spec = layout.spec(*axes)
+        shape = (*stack, *inner.shape)
+        zeros = jnp.zeros(shape, inner.dtype, out_sharding=layouts.out_sharding(spec))
+        return nnx.Cache(place(zeros, spec) if layouts.mesh_sizes() else zeros, logical_axes=axes)
+
+    empty: KeyValueCache = jax.tree.map(stacked, one, is_leaf=layouts.is_variable)
+    return empty
+
+
+def _with_caches(layers: nnx.Module) -> list[Attention | LatentAttention]:
+    modules = [module for _, module in nnx.iter_modules(layers)]
+    return [module for module in modules if isinstance(module, Attention | LatentAttention)]

@@ -27,7 +27,6 @@ class Sampling:
 
     top_k: int | None = None
     """Only so many of the likeliest tokens are drawn from, and those as likely as the last."""
-
     top_p: float | None = None
     """Only the likeliest tokens that together have this probability are drawn from.
 
@@ -64,22 +63,15 @@ class Sampling:
 
 
 def keys_of(seed: int, sequences: int) -> Array:
-    """A random key for each sequence, which depends on the seed and its number alone.
-
-    - `seed`: of the draws.
-    - `sequences`: how many there are.
-    """
+    """A random key for each sequence, which depends on the seed and its number alone."""
     key = jax.random.key(seed, impl=PORTABLE)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(sequences, dtype=jnp.uint32))
 
 
 def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
-    """The next token of each sequence, int32 `[batch]`.
+    """The next token of each sequence, int32 `[batch]`; each place has random numbers of its own.
 
-    - `logits`: float32 `[batch, vocab]`, whole on every device.
-    - `sampling`: how they are drawn.
-    - `keys`: one per sequence, as from `keys_of`.
-    - `positions`: int32 `[batch]`, the place of the new token; each has random numbers of its own.
+    `logits` are float32 `[batch, vocab]`, whole on every device, and `positions` int32 `[batch]`.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -92,11 +84,7 @@ def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array
 
 
 def restricted(logits: Array, sampling: Sampling) -> Array:
-    """The logits with -inf for tokens that `top_k` and `top_p` leave out.
-
-    - `logits`: float32 `[batch, vocab]`, divided by the temperature.
-    - `sampling`: gives both.
-    """
+    """The logits, divided by the temperature, with -inf for what `top_k` and `top_p` leave out."""
     if sampling.top_k is None and sampling.top_p is None:
         return logits
     descending = jnp.sort(logits, axis=-1, descending=True)

@@ -8,12 +8,4 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 
-__all__ = [
-    "MLP",
-    "Attention",
-    "DecoderLayer",
-    "Embed",
-    "LatentAttention",
-    "RMSNorm",
-    "RoutedMoE",
-]
+__all__ = ["MLP", "Attention", "DecoderLayer", "Embed", "LatentAttention", "RMSNorm", "RoutedMoE"]

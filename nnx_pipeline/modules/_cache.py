@@ -16,13 +16,8 @@ from nnx_pipeline.sharding.layout import P
 class KeyValueCache(nnx.Module):
     """The keys and values of one attention layer: of the token at position p in slot p.
 
-    - `config`: gives the key-value heads and the dtype.
-    - `batch`: the number of sequences.
-    - `slots`: the number of tokens of a sequence for which there is room.
-
-    Nothing says how far a sequence has come, because no token reads the slot of a later one. So the
-    sequences of a batch may have different lengths: what padding leaves behind the end of a shorter
-    one is overwritten by the tokens that come to stand there, before they or later ones read it.
+    No token reads the slot of a later one, so that sequences of a batch may have different lengths:
+    what padding leaves behind a shorter one is overwritten before it is read.
     """
 
     def __init__(self, config: ModelConfig, *, batch: int, slots: int) -> None:
@@ -36,22 +31,14 @@ class KeyValueCache(nnx.Module):
     def through(self, kernel: Kernel, positions: Array | None, options: Options) -> Kernel:
         """A kernel in the place of another that stores keys and values too, and reads stored ones.
 
-        - `kernel`: computes the first tokens of the sequences, among which nothing stored is read.
-        - `positions`: `[batch, 1]`, of one new token of each sequence; None for the first tokens.
-        - `options`: how a new token attends to what is stored.
-
-        Raises InputError when the kernel is called with segment ids, or with more tokens than
-        there are positions or slots for.
+        `kernel` computes the first tokens of the sequences, which read nothing stored; for these
+        `positions` is None. Else it is `[batch, 1]`, of one new token of each sequence. Raises
+        InputError where it is called with segment ids, or with more tokens than positions or slots.
         """
         return functools.partial(self._attend, kernel, options, positions)
 
     def _attend(
-        self,
-        kernel: Kernel,
-        options: Options,
-        positions: Array | None,
-        *heads: Array,
-        grouped: P,
+        self, kernel: Kernel, options: Options, positions: Array | None, *heads: Array, grouped: P
     ) -> Array:
         query, key, value, segment_ids = heads
         if segment_ids is not None:

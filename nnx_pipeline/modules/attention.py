@@ -3,7 +3,6 @@
 import functools
 
 from flax import nnx
-from jax.nn.initializers import Initializer
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
@@ -24,27 +23,16 @@ from nnx_pipeline.ops._self_attention.rotary import rotary_of
 from nnx_pipeline.sharding.layout import Layout, parameter
 
 
-def options_of(config: ModelConfig) -> Options:
-    """How a model computes attention."""
-    return Options(
+def kernel_of(
+    config: ModelConfig, cache: KeyValueCache | None = None, positions: Array | None = None
+) -> Kernel:
+    """What computes the heads of a model from query, key and value; it uses the cache."""
+    options = Options(
         scale=config.attention_scale,
         window=config.sliding_window,
         block=config.attention_block,
         soft_cap=config.attention_soft_cap,
     )
-
-
-def kernel_of(
-    config: ModelConfig,
-    cache: KeyValueCache | None = None,
-    positions: Array | None = None,
-) -> Kernel:
-    """What computes the heads of a model from query, key and value, with the model's options.
-
-    - `cache`: where keys and values are stored, if they are.
-    - `positions`: as of `KeyValueCache.through`.
-    """
-    options = options_of(config)
     kernel = functools.partial(KERNELS[config.attention], options=options)
     return kernel if cache is None else cache.through(kernel, positions, options)
 
@@ -57,46 +45,27 @@ class Attention(nnx.Module):
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
-    `config.qk_norm` so is the scale of the query's norm. Biases
-    (`config.attention_bias`) start at 0.
+    `config.qk_norm` so is the scale of the query's norm. Biases start at 0.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.config, self.layout = config, layout
-        embed, head_dim, heads, groups = (
-            config.embed_dim,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-        )
+        embed, head_dim = config.embed_dim, config.head_dim
+        heads, groups = config.num_heads, config.num_kv_heads
         into = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         out_of = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
-
-        def kernel(
-            init: Initializer, shape: tuple[int, ...], names: tuple[str, ...]
-        ) -> nnx.Param[Array]:
-            return parameter(rngs, init, shape, config.param_dtype, names, layout)
-
+        kernel = functools.partial(parameter, rngs, layout, config.param_dtype)
         of_query, of_group = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         self.query = kernel(query_initializer(into, config), (embed, heads, head_dim), of_query)
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
-
-        def bias(shape: tuple[int, ...], *names: str) -> nnx.Param[Array]:
-            return kernel(nnx.initializers.zeros, shape, names)
-
+        bias = functools.partial(kernel, nnx.initializers.zeros)
         inside, outside = config.attention_bias is not None, config.attention_bias == "all"
-        self.query_bias = bias((heads, head_dim), "heads", "head_dim") if inside else None
-        self.key_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
-        self.value_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
-        self.out_bias = bias((embed,), "norm") if outside else None
+        self.query_bias = bias((heads, head_dim), of_query[1:]) if inside else None
+        self.key_bias = bias((groups, head_dim), of_group[1:]) if inside else None
+        self.value_bias = bias((groups, head_dim), of_group[1:]) if inside else None
+        self.out_bias = bias((embed,), ("norm",)) if outside else None
         norm = functools.partial(
             RMSNorm, config, rngs=rngs, width=head_dim, axis="head_dim", layout=layout
         )
@@ -105,18 +74,14 @@ class Attention(nnx.Module):
         self.cache: KeyValueCache | None = nnx.data(None)
 
     def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
-        """An empty cache for this layer, which reads and writes it once it is its `cache`.
-
-        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
-        """
+        """An empty cache for this layer, which reads and writes it once it is its `cache`."""
         return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """The output of the attention for one batch.
+        """`[batch, seq, embed]` to the same.
 
-        - `x`: `[batch, seq, embed]`.
         - `positions`: `[batch, seq]` integers; None counts from 0.
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
 
@@ -125,17 +90,12 @@ class Attention(nnx.Module):
         stored of the tokens before it, see `KeyValueCache`.
         """
         config = self.config
+        kernels = (self.query[...], self.key[...], self.value[...], self.out[...])
         biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
+        added = Biases(*(None if bias is None else bias[...] for bias in biases))
         return self_attention(
             x,
-            Projections(
-                self.query[...],
-                self.key[...],
-                self.value[...],
-                self.out[...],
-                Biases(*(None if bias is None else bias[...] for bias in biases)),
-                product_of(config),
-            ),
+            Projections(*kernels, added, product_of(config)),
             positions=positions,
             segment_ids=segment_ids,
             kernel=kernel_of(config, self.cache, positions),

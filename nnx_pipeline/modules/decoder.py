@@ -1,7 +1,6 @@
 """The whole decoder, embedding → layers → norm → head, as functions and as an NNX module.
 
-`Decoder` computes logits and losses from functions and weights that it is given. `Mixtral` below
-uses it with NNX modules, and `linen_compat` with Linen modules.
+`Mixtral` uses `Decoder` with NNX modules, and `linen_compat` with Linen modules.
 """
 
 import functools
@@ -14,20 +13,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config._remat import POLICIES, Remat
+from nnx_pipeline.config._remat import POLICIES
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.lab.errors import InputError, kind_of
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, RMSNorm
+from nnx_pipeline.ops import _loss as losses
 from nnx_pipeline.ops._head import head_of_table, logits_of
-from nnx_pipeline.ops._loss import (
-    LossOptions,
-    Targets,
-    chunked_cross_entropy,
-    hold_columns,
-    lift_of,
-)
+from nnx_pipeline.ops._loss import Targets, chunked_cross_entropy
 from nnx_pipeline.ops._router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline._runner import Runner
 from nnx_pipeline.pipeline._zero1 import Zero1Layers
@@ -48,11 +42,7 @@ class Ends:
 
     - `embed`: (`table`, token ids `[…, seq]`, sharding of the result) to `[…, seq, embed]`.
     - `norm`: (`scale`, `[…, seq, embed]`) to the same.
-    - `table`, `scale`: the weights of these two functions, any pytrees.
-    - `head`: the head's kernel, `[embed, vocab]`.
-    - `layout`: which mesh axes the logical axes of these weights are sharded over.
-    - `early`: runs layers between the embedding and the pipeline; None if there are none.
-    - `early_layers`: these layers, see `EarlyLayers`.
+    - `early`, `early_layers`: runs these layers between embedding and pipeline; None for none.
     """
 
     embed: Callable[[PyTree, Array, P], Array]
@@ -69,9 +59,6 @@ class Ends:
 class Decoder:
     """The computation of a decoder on a batch, for both NNX and Linen modules.
 
-    - `config`: of the model, the pipeline and the training.
-    - `runner`: how batches are cut into microbatches and laid out on the ambient mesh.
-    - `ends`: embedding, final norm and head.
     - `run_layers`: (x, side, keys=…) to (x, metrics): `Runner.run` with its layers filled in.
     - `run_loss`: `Runner.loss` with its layers filled in; used with `schedule="1f1b"` only.
     """
@@ -83,13 +70,7 @@ class Decoder:
     run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
 
     def logits(self, tokens: Array, side: Side, at: Array | None = None) -> Array:
-        """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
-
-        - `tokens`: integers `[batch, seq]`; the batch must divide as the config and the mesh need.
-        - `side`: `positions` and `segment_ids`, each `[batch, seq]` or None.
-        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
-          1, vocab]`, are computed; None for all tokens.
-        """
+        """As `Mixtral.__call__`; `side` has `positions` and `segment_ids`."""
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
         if at is not None:
@@ -104,14 +85,7 @@ class Decoder:
     def hidden(
         self, tokens: Array, side: Side, keys: Array | None = None
     ) -> tuple[Array, RouterMetrics]:
-        """The output of the final norm, and what the routers report.
-
-        - `tokens`: `[batch, seq]`.
-        - `side`: as in `logits`.
-        - `keys`: `[batch, words]`, a dropout key per sequence; None for no dropout.
-
-        The output has the axes and the sharding of `Batches.axes` in the place of the batch.
-        """
+        """As `Mixtral.hidden`; `keys` are for dropout, `[batch, words]`."""
         self._check_batch(tokens, side)
         batches = self.runner.batches
         read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
@@ -122,12 +96,7 @@ class Decoder:
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
     ) -> Loss:
-        """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
-
-        - `tokens`, `targets`, `weights`: `[batch, seq]`.
-        - `side`: as in `logits`.
-        - `key`: one random key for dropout; None for no dropout.
-        """
+        """As `Mixtral.loss`."""
         self._check_batch(tokens, side)
         _check_array("targets", targets, tokens.shape)
         _check_array("weights", weights, tokens.shape, kind=jnp.floating)
@@ -142,15 +111,8 @@ class Decoder:
         hidden, router = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
-        entropy = self._entropy(
-            self.ends.head,
-            hidden,
-            wanted,
-            layout=self.ends.layout,
-            batch_axes=batches.axes,
-            chunks=train.loss_chunks,
-        )
-        loss = entropy
+        entropy_of = self._entropy(self.ends.layout, batches.axes, train.loss_chunks)
+        loss = entropy = entropy_of(hidden, self.ends.head, wanted)
         if train.load_balance_weight:
             loss = loss + train.load_balance_weight * router.load_balance
         if train.router_z_loss_weight:
@@ -160,90 +122,62 @@ class Decoder:
     def _loss_by_one_f_one_b(
         self, tokens: Array, wanted: Targets, side: Side, keys: Array | None
     ) -> Loss:
-        """As `loss`, with forward and backward work of microbatches in the same ticks.
-
-        - `wanted`: the targets and their weights.
-        """
+        """As `loss`, with forward and backward work of microbatches in the same ticks."""
         assert self.run_loss is not None, "1F1B runs in a pipeline alone"
         batches = self.runner.batches
         axes = batches.axes[1:]  # of one microbatch
-        train = self.config.for_batch(*tokens.shape).train
-        chunks = train.loss_chunks_of(batches.microbatches)
+        train, model = self.config.for_batch(*tokens.shape).train, self.config.model
         sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
-        shape = (*sequences, self.config.model.embed_dim)
-        head, layout = hold_columns(self.ends.head, shape, axes, self.ends.layout)
+        shape = (*sequences, model.embed_dim)
+        head, layout = losses.hold_columns(self.ends.head, shape, axes, self.ends.layout)
         of_metrics = loss_weights(
-            train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
+            train.load_balance_weight, train.router_z_loss_weight, model.num_experts
         )
         # The loop knows no cotangent yet, and all gradients in it are those of the lifted loss. In
         # the dtype of the parameters they add up.
-        model = self.config.model
         narrow = "float16" if "float16" in (model.dtype, model.param_dtype) else model.dtype
-        lift = lift_of(jnp.asarray(wanted.weights), narrow, summed=True)
+        lift = losses.lift_of(jnp.asarray(wanted.weights), narrow, summed=True)
 
         def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
             return self._enter(weights, read, axes)
 
+        entropy_of = self._entropy(layout, axes, train.loss_chunks_of(batches.microbatches))
+
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            x = self.ends.norm(scale, x)
-            return self._entropy(head, x, wanted, layout=layout, batch_axes=axes, chunks=chunks)
+            return entropy_of(self.ends.norm(scale, x), head, wanted)
 
         first, last = (self.ends.table, self.ends.early_layers), (self.ends.scale, head)
         ends = ModelEnds(enter, first, leave, last, lift)
+        inputs = ((tokens, self._early_side(side, keys)), wanted)
         loss, (entropy, metrics) = self.run_loss(
-            ends,
-            ((tokens, self._early_side(side, keys)), wanted),
-            side,
-            keys=keys,
-            metric_weights=of_metrics,
+            ends, inputs, side, keys=keys, metric_weights=of_metrics
         )
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
     def _early_side(self, side: Side, keys: Array | None) -> Side:
-        """What the layers before the pipeline read beside activations; {} if there are none."""
         return {} if self.ends.early is None else with_keys(side, keys)
 
     def _enter(
         self, weights: PyTree, read: tuple[Array, Side], batch_axes: tuple[str, ...]
     ) -> Array:
-        """What the layers of the pipeline read, sharded by the logical axes `batch_axes`.
-
-        - `weights`: of the embedding, and of the layers before the pipeline.
-        - `read`: the tokens, and what these layers read beside activations.
-        """
+        """What the layers of the pipeline read, sharded by the logical axes `batch_axes`."""
         (table, layers), (tokens, side) = weights, read
         spec = self.runner.layout.spec(*batch_axes, None, None)
         x = constrain(self.ends.embed(table, tokens, spec), spec)
         return x if self.ends.early is None else self.ends.early(layers, x, side, batch_axes)
 
     def _entropy(
-        self,
-        kernel: Array,
-        hidden: Array,
-        wanted: Targets,
-        *,
-        layout: Layout,
-        batch_axes: tuple[str, ...],
-        chunks: int,
-    ) -> Array:
-        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`.
-
-        - `kernel`: of the head, placed by `layout`.
-        - `chunks`: the number of pieces of the sequence; one piece has its logits at a time.
-        """
+        self, layout: Layout, batch_axes: tuple[str, ...], chunks: int
+    ) -> Callable[[Array, Array, Targets], Array]:
+        """(hidden states sharded by `batch_axes`, head, targets) to the weighted cross-entropy."""
         model = self.config.model
-        return chunked_cross_entropy(
-            hidden,
-            kernel,
-            wanted,
-            batch_axes=batch_axes,
-            options=LossOptions(chunks, model.logits_soft_cap, model.vocab_size),
-            layout=layout,
+        options = losses.LossOptions(chunks, model.logits_soft_cap, model.vocab_size)
+        return functools.partial(
+            chunked_cross_entropy, batch_axes=batch_axes, options=options, layout=layout
         )
 
     def _check_batch(self, tokens: Array, side: Side) -> None:
-        """Raises InputError unless these are arrays of one batch, which fits the ambient mesh."""
         _check_array("tokens", tokens, None)
         for name, array in side.items():
             if array is not None:
@@ -254,14 +188,9 @@ class Decoder:
 def _check_array(
     name: str, array: object, shape: tuple[int, ...] | None, *, kind: type[np.generic] = jnp.integer
 ) -> None:
-    """Raises InputError unless an argument of a model is an array of this shape and kind.
+    """Raises InputError unless an argument of a model is such an array.
 
-    Both are known while JAX traces, so that a step has nothing more to do.
-
-    - `name`: of the argument.
-    - `shape`: the shape of the tokens, or of their batch, as `array` must have it; None if
-      `array` is the tokens.
-    - `kind`: of its numbers, `jnp.integer` or `jnp.floating`.
+    `shape` is None for the tokens, whose shape others must have.
     """
     dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
     numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
@@ -285,59 +214,43 @@ _ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many 
 
 
 def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
-    """What runs the dense first layers of a model, which has some.
-
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `copied`: the layout of the pipeline's activations, see `EarlyLayers`.
-    """
-    model = config.model
-    remat = POLICIES[config.pipeline.remat]
-    first = model.num_pipeline_layers
-    return EarlyLayers(model.num_dense_layers, first, layout, copied, remat)
-
-
-def _new_layer(model: ModelConfig, rngs: nnx.Rngs, *, layout: Layout, remat: Remat) -> DecoderLayer:
-    return DecoderLayer(model, rngs=rngs, layout=layout, remat=remat)
+    """What runs the dense first layers of a model, see `EarlyLayers`."""
+    model, remat = config.model, POLICIES[config.pipeline.remat]
+    return EarlyLayers(model.num_dense_layers, model.num_pipeline_layers, layout, copied, remat)
 
 
 class Mixtral(nnx.Module):
     """A decoder-only transformer of Mixtral, Llama or DeepSeek, pipelined when the mesh has stages.
 
-    - `config`: of the model, the pipeline and the training.
     - `rngs`: its `params` stream gives the initial values, which do not depend on the mesh.
     - `layout`: which mesh axes each logical axis is sharded over.
 
     Made and called under `jax.set_mesh`, its parameters are created in their shardings; without a
     mesh it is an ordinary single-device model. All layers are one stacked module in
     `self.pipeline`, see `CircularPipeline`, except for dense layers before layers with experts,
-    which are one in `self.dense_layers`, see `EarlyLayers`.
-
-    Raises InputError when the mesh cannot hold the weights; a batch is checked when the model is
-    called with it.
+    which are one in `self.dense_layers`. Raises InputError when the mesh cannot hold the weights; a
+    batch is checked when the model is called with it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         config.check_weights(ambient_mesh())
         self.config = config
         self.cached = False  # whether the layers have caches, which a call writes
         model, weights = config.model, weight_options(config)
         layout = layout.for_vocabulary(model.vocab_size, model.embed_dim, weights.zero1)
         self.embedding = Embed(model, rngs=rngs, layout=layout)
-        layer = functools.partial(_new_layer, layout=layout, remat=POLICIES[config.pipeline.remat])
-        kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
+        remat = POLICIES[config.pipeline.remat]
+
+        def layer_of(model: ModelConfig) -> Callable[[nnx.Rngs], DecoderLayer]:
+            return lambda rngs: DecoderLayer(model, rngs=rngs, layout=layout, remat=remat)
+
+        kinds = [layer_of(kind) for kind in model.of_kinds]
         self.pipeline = pipeline_of(config, kinds, weights, rngs=rngs, layout=layout)
         self.layout = self.pipeline.runner.layout
         self.early = None
         if model.num_dense_layers:
             self.early = early_layers(config, layout, self.layout)
-            make = functools.partial(layer, model.of_dense_layers)
-            self.dense_layers = self.early.make(make, rngs)
+            self.dense_layers = self.early.make(layer_of(model.of_dense_layers), rngs)
         self.norm = RMSNorm(model, rngs=rngs, layout=layout)
         self.head = None if model.tied_embeddings else self._new_head(rngs)
 
@@ -355,26 +268,20 @@ class Mixtral(nnx.Module):
         - `segment_ids`: `[batch, seq]` integers; None if each row is one segment, and then no mask
           array is made.
         - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
-          1, vocab]`, are wanted; None for all tokens.
+          1, vocab]`, are computed; None for all tokens.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder().logits(tokens, side, at)
 
     def hidden(
-        self,
-        tokens: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        self, tokens: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> tuple[Array, RouterMetrics]:
-        """The output of the final norm, and what the routers report.
+        """The output of the final norm, and what the routers report; arguments as in a call.
 
-        - `tokens`, `positions`, `segment_ids`: `[batch, seq]` integers, as in a call.
-
-        The output has the axes `self.pipeline.batches.axes`:
-        it is `[batch, seq, embed]`, or on a mesh with stages `[microbatches, microbatch, seq,
-        embed]` with the first axis sharded over `stage`; where the layers run in copies
-        (`Layout.copy`), the batch or microbatch is preceded by an axis of copies.
+        The output has the axes `self.pipeline.batches.axes`: it is `[batch, seq, embed]`, or on a
+        mesh with stages `[microbatches, microbatch, seq, embed]` with the first axis sharded over
+        `stage`; where the layers run in copies (`Layout.copy`), the batch or microbatch is preceded
+        by an axis of copies.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder().hidden(tokens, side)
@@ -399,22 +306,17 @@ class Mixtral(nnx.Module):
           reduce-scatters.
 
         Cross-entropy is Σ weights · entropy of the targets; the router's losses are added with the
-        weights `train.load_balance_weight` and `train.router_z_loss_weight`. The loss is
-        differentiable with respect to the parameters. With `pipeline.schedule="1f1b"` the forward
-        pass computes its gradient too, and the two parts cannot be differentiated.
-
-        Raises InputError for sequences that `train.loss_chunks` does not divide, and when the
-        gradient with respect to `weights` is asked for.
+        weights `train.load_balance_weight` and `train.router_z_loss_weight`. With
+        `pipeline.schedule="1f1b"` the forward pass computes the gradient with respect to the
+        parameters too, and the two parts cannot be differentiated. Raises InputError for sequences
+        that `train.loss_chunks` does not divide, and for the gradient with respect to `weights`.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder(shards).loss(tokens, targets, weights, side, key)
 
     @property
     def zero1(self) -> tuple[str, ...]:
-        """Mesh axes of ZeRO-1, over which gradients and optimizer state are sharded, or ().
-
-        They come in addition to the mesh axes over which the parameters are sharded.
-        """
+        """Mesh axes of ZeRO-1, over which gradients and optimizer state are sharded too, or ()."""
         return self.pipeline.runner.weights.zero1
 
     def shards(self) -> "Mixtral":
@@ -428,9 +330,9 @@ class Mixtral(nnx.Module):
         return place_by(self.shards(), self.layout)
 
     def _new_head(self, rngs: nnx.Rngs) -> nnx.Param[Array]:
-        model, initializer = self.config.model, nnx.initializers.lecun_normal()
+        model, initial = self.config.model, nnx.initializers.lecun_normal()
         shape, axes = (model.embed_dim, model.vocab_size), ("embed_of_vocab", "vocab")
-        return parameter(rngs, initializer, shape, model.param_dtype, axes, self.layout)
+        return parameter(rngs, self.layout, model.param_dtype, initial, shape, axes)
 
     def _decoder(self, shards: "Mixtral | None" = None) -> Decoder:
         """The decoder over this module's weights, or over `shards` of them (see `loss`)."""

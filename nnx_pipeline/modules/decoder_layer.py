@@ -25,7 +25,7 @@ class DecoderLayer(nnx.Module):
     - `layout`: which mesh axes each logical axis is sharded over.
     - `remat`: what the experts keep for the backward pass.
 
-    The feed-forward block is a routed mixture of experts, or a dense MLP if there is one expert.
+    The feed-forward block is a `RoutedMoE`, or an `MLP` if there is one expert.
     """
 
     def __init__(
@@ -55,13 +55,11 @@ class DecoderLayer(nnx.Module):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """The output of the layer, and what its router reports, see `router_metrics`.
+        """The output of the layer, and what its router reports (`router_metrics`), or None.
 
         - `x`: `[batch, seq, embed]`; the output has the same shape.
         - `positions`, `segment_ids`: as in `Attention`.
         - `keys`: `[batch, words]`, see `sharding.dropout`; None for no dropout.
-
-        The metric is None in a layer without a router.
         """
 
         def attend(x: Array) -> Array:

@@ -11,8 +11,7 @@ from nnx_pipeline.sharding.layout import Layout, P, parameter
 class Embed(nnx.Module):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
-    - `config`: `config.embedding` chooses the method: `gather`, `one_hot`, or `auto`, which takes
-      the one-hot product unless its one-hot array would be above 2 GiB.
+    - `config`: its `embedding` chooses the method.
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
     """
@@ -20,25 +19,11 @@ class Embed(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.method, self.layout = config.embedding, layout
         self.dtype = config.dtype
-        self.embedding = parameter(
-            rngs,
-            nnx.initializers.normal(stddev=config.embedding_deviation),
-            (config.vocab_size, config.embed_dim),
-            config.param_dtype,
-            ("vocab", "embed_of_vocab"),
-            layout,
-        )
+        initial = nnx.initializers.normal(stddev=config.embedding_deviation)
+        shape, axes = (config.vocab_size, config.embed_dim), ("vocab", "embed_of_vocab")
+        self.embedding = parameter(rngs, layout, config.param_dtype, initial, shape, axes)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """The vectors of the tokens.
-
-        - `out`: sharding of the result; None leaves it whole on every device.
-        """
-        return embed(
-            self.embedding[...],
-            tokens,
-            method=self.method,
-            dtype=self.dtype,
-            out=out,
-            layout=self.layout,
-        )
+        """The vectors of the tokens, sharded by `out`; None leaves them whole on every device."""
+        table, layout = self.embedding[...], self.layout
+        return embed(table, tokens, method=self.method, dtype=self.dtype, out=out, layout=layout)

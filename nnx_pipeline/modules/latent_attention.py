@@ -21,17 +21,10 @@ class LatentAttention(nnx.Module):
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
 
-    As in `Attention`, the initial values of the query kernel are divided by sqrt(head_dim) ·
-    attention_scale.
+    The initial values of the query kernel are as in `Attention`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        layout: Layout = Layout(),
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         assert config.kv_lora_rank is not None, "the config has checked it"
         assert config.value_head_dim is not None, "the config has checked it"
         self.config, self.layout = config, layout
@@ -41,47 +34,30 @@ class LatentAttention(nnx.Module):
         down = nnx.initializers.lecun_normal()
         up = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         back = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
-        kernel = functools.partial(parameter, rngs, dtype=config.param_dtype, layout=layout)
+        kernel = functools.partial(parameter, rngs, layout, config.param_dtype)
         norm = functools.partial(RMSNorm, config, rngs=rngs, layout=layout)
 
         source, of_query = embed, ("embed", "heads", "head_dim")
         if config.q_lora_rank is not None:
             source, of_query = config.q_lora_rank, ("latent", "heads", "head_dim")
-            self.query_down = kernel(down, shape=(embed, source), logical_axes=("embed", None))
+            self.query_down = kernel(down, (embed, source), ("embed", None))
             self.query_norm = norm(width=source)
         initial = query_initializer(up, config)
-        self.query = kernel(initial, shape=(source, heads, head_dim), logical_axes=of_query)
-        self.kv_down = kernel(
-            down, shape=(embed, rank + config.rope_dim), logical_axes=("embed", None)
-        )
+        self.query = kernel(initial, (source, heads, head_dim), of_query)
+        self.kv_down = kernel(down, (embed, rank + config.rope_dim), ("embed", None))
         self.kv_norm = norm(width=rank)
-        self.kv_up = kernel(
-            up,
-            shape=(rank, heads, head_dim - config.rope_dim + value_dim),
-            logical_axes=("latent", "heads", "head_dim"),
-        )
-        self.out = kernel(
-            back, shape=(heads, value_dim, embed), logical_axes=("heads", "head_dim", "embed")
-        )
+        width = head_dim - config.rope_dim + value_dim
+        self.kv_up = kernel(up, (rank, heads, width), ("latent", "heads", "head_dim"))
+        self.out = kernel(back, (heads, value_dim, embed), ("heads", "head_dim", "embed"))
 
     def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
-        """An empty cache for this layer, which reads and writes it once it is its `cache`.
-
-        It holds the keys and values of all heads, not the latent vectors behind them.
-
-        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
-        """
+        """As of `Attention`: keys and values of all heads, not the latent vectors behind them."""
         return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """The output of the attention for one batch.
-
-        - `x`: `[batch, seq, embed]`.
-        - `positions`: `[batch, seq]` integers; None counts from 0.
-        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
-        """
+        """`[batch, seq, embed]` to the same; the arguments are as of `Attention`."""
         config = self.config
         is_latent = config.q_lora_rank is not None
         down = self.query_down[...] if is_latent else None

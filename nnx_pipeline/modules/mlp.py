@@ -1,5 +1,7 @@
 """The dense gated MLP of Llama."""
 
+import functools
+
 from flax import nnx
 from jaxtyping import Array
 
@@ -7,8 +9,6 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops._low_precision import product_of
 from nnx_pipeline.ops._mlp import gated_mlp
 from nnx_pipeline.sharding.layout import Layout, parameter
-
-FAN_IN = nnx.initializers.lecun_normal()
 
 
 class MLP(nnx.Module):
@@ -30,10 +30,11 @@ class MLP(nnx.Module):
         self.config, self.layout = config, layout
         width = config.mlp_dim if width is None else width
         into, out_of = (config.embed_dim, width), (width, config.embed_dim)
-        dtype = config.param_dtype
-        self.gate = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)
-        self.up = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)
-        self.down = parameter(rngs, FAN_IN, out_of, dtype, ("mlp", "embed"), layout)
+        kernel = functools.partial(parameter, rngs, layout, config.param_dtype)
+        initial = nnx.initializers.lecun_normal()
+        self.gate = kernel(initial, into, ("embed", "mlp"))
+        self.up = kernel(initial, into, ("embed", "mlp"))
+        self.down = kernel(initial, out_of, ("mlp", "embed"))
 
     def __call__(self, x: Array) -> Array:
         kernels = (self.gate[...], self.up[...], self.down[...])

@@ -1,5 +1,7 @@
 """The routed mixture of experts of Mixtral."""
 
+import functools
+
 from flax import nnx
 from jaxtyping import Array
 
@@ -9,14 +11,11 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._moe import MoEKernels, routed_experts
 from nnx_pipeline.ops._router import Usage
-from nnx_pipeline.sharding.layout import Layout, initial_value, parameter
+from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 class SelectionBias(nnx.Param[Array]):
-    """A bias that takes part in choosing experts alone, so that it has no gradient.
-
-    A training step leaves it as it is.
-    """
+    """A bias for choosing experts alone: it has no gradient, and training leaves it."""
 
 
 class RoutedMoE(nnx.Module):
@@ -39,34 +38,23 @@ class RoutedMoE(nnx.Module):
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
-        dtype = config.param_dtype
+        kernel = functools.partial(parameter, rngs, layout, config.param_dtype)
         # The axis of experts is not part of an expert's fan-in.
         fan_in = nnx.initializers.lecun_normal(batch_axis=0)
         into = ("expert", "embed_of_expert", "mlp")
-        self.router = parameter(
-            rngs, nnx.initializers.lecun_normal(), (embed, experts), dtype, ("embed", None), layout
-        )
-        self.gate = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
-        self.up = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
-        self.down = parameter(
-            rngs,
-            fan_in,
-            (experts, mlp, embed),
-            dtype,
-            ("expert", "mlp", "embed_of_expert"),
-            layout,
-        )
-
+        out_of = ("expert", "mlp", "embed_of_expert")
+        self.router = kernel(nnx.initializers.lecun_normal(), (embed, experts), ("embed", None))
+        self.gate = kernel(fan_in, (experts, embed, mlp), into)
+        self.up = kernel(fan_in, (experts, embed, mlp), into)
+        self.down = kernel(fan_in, (experts, mlp, embed), out_of)
         if config.router_bias:
-            start = initial_value(
-                rngs.params(), nnx.initializers.zeros, (experts,), "float32", layout.spec(None)
-            )
+            zeros = nnx.initializers.zeros
+            bias = parameter(rngs, layout, "float32", zeros, (experts,), (None,))
             kind = nnx.Param if config.router_bias_in_weights else SelectionBias
-            self.router_bias = kind(start, logical_axes=(None,))
+            self.router_bias = kind(bias.get_value(), logical_axes=(None,))
         if config.num_shared_experts:
-            self.shared = MLP(
-                config, rngs=rngs, layout=layout, width=config.num_shared_experts * mlp
-            )
+            width = config.num_shared_experts * mlp
+            self.shared = MLP(config, rngs=rngs, layout=layout, width=width)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
         """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence.
@@ -75,12 +63,8 @@ class RoutedMoE(nnx.Module):
         """
         experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
         bias = self.router_bias[...] if self.config.router_bias else None
+        kernels = MoEKernels(self.router[...], experts, bias)
         mixed, usage = routed_experts(
-            x,
-            MoEKernels(self.router[...], experts, bias),
-            real,
-            config=self.config,
-            layout=self.layout,
-            remat=self.remat,
+            x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )
         return mixed + self.shared(x) if self.config.num_shared_experts else mixed, usage

@@ -13,10 +13,7 @@ class RMSNorm(nnx.Module):
 
     - `width`: size of that axis; None for the residual stream's.
     - `axis`: the logical axis of the scale.
-    - `start`: by what a new layer multiplies.
-    - `layout`: which mesh axes each logical axis is sharded over.
-
-    The scale starts at `start` - norm_scale_offset.
+    - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
     def __init__(
@@ -33,12 +30,7 @@ class RMSNorm(nnx.Module):
         self.scale_offset = config.norm_scale_offset
         initial = nnx.initializers.constant(start - self.scale_offset)
         size = config.embed_dim if width is None else width
-        self.scale = parameter(rngs, initial, (size,), config.param_dtype, (axis,), layout)
+        self.scale = parameter(rngs, layout, config.param_dtype, initial, (size,), (axis,))
 
     def __call__(self, x: Array) -> Array:
-        return rms_norm(
-            x,
-            self.scale[...],
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-        )
+        return rms_norm(x, self.scale[...], epsilon=self.epsilon, scale_offset=self.scale_offset)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnx_pipeline.config._limits import MOST_LAYERS
+from nnx_pipeline.config._fields import MOST_LAYERS
 from nnx_pipeline.lab.errors import InputError, counted, divides, do_not_split, shown
 
 

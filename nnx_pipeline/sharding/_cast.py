@@ -15,10 +15,7 @@ _Result = TypeVar("_Result")
 
 
 def of_slices(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """The function, whose weights are slices of larger arrays that a loop reads one by one.
-
-    - `function`: of arrays; what it calls may ask for `cast_at_use`.
-    """
+    """The function, whose weights are slices of larger arrays that a loop reads one by one."""
 
     @functools.wraps(function)
     def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
@@ -34,13 +31,10 @@ def of_slices(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
     """The kernel in a dtype; inside `of_slices` a bfloat16 copy is made where it is read.
 
-    - `kernel`: as it is stored.
-
     If all that reads a float32 array takes it in bfloat16, the TPU compiler casts the whole array
-    where it comes from: all repeats before the first tick, and the copy lives through the step. An
-    array that is rounded first is not moved so. The values are the same, and the rounding is part
-    of the cast. In float16 it would flush what is subnormal, and is left out. Where the weights are
-    no slices, as with one repeat, the compiler would keep them in float32 beside that copy.
+    where it comes from: all repeats before the first tick, and the copy lives through the step. It
+    does not move an array that is rounded first; in float16 that would flush what is subnormal.
+    With one repeat, without slices, it would keep the weights in float32 beside that copy.
     """
     if _SLICES.get() and (kernel.dtype, jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16):
         kernel = jax.lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=7)

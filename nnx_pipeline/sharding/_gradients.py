@@ -15,13 +15,7 @@ from nnx_pipeline.sharding.layout import is_explicit, place
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_to(message: str, tree: PyTree) -> PyTree:
-    """Returns `tree` unchanged, and refuses to be differentiated with respect to it.
-
-    - `message`: the text of the error.
-    - `tree`: any arrays.
-
-    Raises InputError when a derivative with respect to any array of the tree is asked for.
-    """
+    """`tree` unchanged; raises InputError(message) for a derivative with respect to it."""
     del message
     return tree
 
@@ -40,71 +34,54 @@ no_gradient_to.defvjp(_to_forward, _to_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_of(message: str, value: PyTree, beside: PyTree) -> PyTree:
-    """Returns `value` unchanged, and refuses to give a derivative of it.
+    """`value` unchanged; raises InputError(message) for a derivative of it.
 
-    - `message`: the text of the error.
-    - `value`: any arrays.
-    - `beside`: floating arrays that are differentiated wherever `value` might be. JAX calls the
-      backward rule, which raises the error, only if some argument is differentiated, and `value`
-      may be cut off by `stop_gradient`. Their contents are not used.
-
-    Raises InputError when a derivative of any array of `value` is asked for.
+    `beside` are floating arrays that are differentiated wherever `value` might be; their contents
+    are not used. JAX calls the backward rule, which raises the error, only if some argument is
+    differentiated, and `value` may be cut off by `stop_gradient`.
     """
     del message, beside
     return value
 
 
-def _of_forward(
-    message: str, value: PyTree, beside: PyTree
-) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+def _of_forward(message: str, value: PyTree, beside: PyTree) -> tuple[PyTree, PyTree]:
     del message
     primals = values_of((value, beside))
     return primals[0], primals
 
 
-def _of_backward(
-    message: str, saved: tuple[PyTree, PyTree], cotangents: PyTree
-) -> tuple[PyTree, PyTree]:
+def _of_backward(message: str, saved: PyTree, cotangents: PyTree) -> PyTree:
     if not all(map(is_symbolic_zero, jax.tree.leaves(cotangents, is_leaf=is_symbolic_zero))):
         raise InputError(message)
-    value, beside = saved
-    return jax.tree.map(_nothing, value), jax.tree.map(_nothing, beside)
+    return jax.tree.map(_nothing, saved)
 
 
 no_gradient_of.defvjp(_of_forward, _of_backward, symbolic_zeros=True)
 
 
 def refuse_perturbed(message: str, primals: PyTree) -> PyTree:
-    """Unwraps arguments of a forward rule that must not be differentiated.
-
-    - `message`: the text of the error.
-    - `primals`: what the forward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
-
-    Raises InputError if a derivative with respect to one of them is asked for.
-    """
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=is_primal)):
+    """Unwraps `primals`; raises InputError if a derivative with respect to one is asked for."""
+    if any(jax.tree.leaves(asked_of(primals))):
         raise InputError(message)
     return values_of(primals)
 
 
 def values_of(primals: PyTree) -> PyTree:
-    """Unwraps the arguments of the forward rule of a `jax.custom_vjp` with `symbolic_zeros`."""
-    return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal)
+    """Unwraps the arguments of a forward rule of `jax.custom_vjp` with `symbolic_zeros`."""
+    return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=_is_primal)
 
 
 def asked_of(primals: PyTree) -> PyTree:
-    """Whether the gradient of each array is asked for, in its place.
+    """Whether the gradient of each of these primals is asked for."""
+    return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=_is_primal)
 
-    - `primals`: what the forward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
-    """
-    return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=is_primal)
+
+def _is_primal(leaf: object) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def or_zeros(cotangent: Array | SymbolicZero) -> Array:
-    """The cotangent as an array of zeros if it is a symbolic zero, else unchanged.
-
-    - `cotangent`: what the backward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
-    """
+    """The cotangent, with an array of zeros in the place of a symbolic zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval  # that of an array
@@ -115,22 +92,14 @@ def or_zeros(cotangent: Array | SymbolicZero) -> Array:
 def scaled(gradient: Array, cotangent: Array, dtype: jax.typing.DTypeLike | None = None) -> Array:
     """A gradient for a cotangent of 1 times the cotangent of a scalar, rounded once.
 
-    - `gradient`: in any floating dtype.
-    - `cotangent`: a float32 scalar, which may be out of the range of that dtype.
-    - `dtype`: of the result; None for the gradient's.
+    The float32 cotangent may be out of the range of the gradient's dtype.
     """
     wide = gradient.dtype if jnp.finfo(gradient.dtype).bits > 32 else jnp.float32
     product = gradient.astype(wide) * cotangent.astype(wide)
     return product.astype(gradient.dtype if dtype is None else dtype)
 
 
-def is_primal(leaf: object) -> bool:
-    """Whether a leaf is an argument as a forward rule with `symbolic_zeros` is given it."""
-    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
-
-
 def is_symbolic_zero(leaf: object) -> bool:
-    """Whether a cotangent is a symbolic zero: the derivative does not depend on that output."""
     return isinstance(leaf, SymbolicZero)
 
 

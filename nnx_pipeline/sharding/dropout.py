@@ -11,18 +11,13 @@ Keys = UInt32[Array, "batch words"]
 
 
 def sequence_keys(key: Array, batch: int) -> Keys:
-    """A random key for each sequence of the batch, as raw words.
+    """A random key for each sequence of the batch, derived from one key of `jax.random`.
 
-    - `key`: one key of `jax.random`.
-    - `batch`: number of sequences.
-
-    Raw `uint32` words can be cut into microbatches like any other side input. Raises InputError if
-    `key` is anything but one key.
+    Raw `uint32` words can be cut into microbatches like any other side input.
     """
     check_key(key)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(portable_key(key), jnp.arange(batch))
-    words: Keys = jax.random.key_data(keys)
-    return words
+    return jax.random.key_data(keys)
 
 
 def check_key(key: object) -> None:
@@ -37,23 +32,15 @@ def check_key(key: object) -> None:
 
 
 def typed_key(words: UInt32[Array, "words"]) -> Array:
-    """The typed key whose raw words these are."""
     key: Array = jax.random.wrap_key_data(words, impl=PORTABLE)
     return key
 
 
 def fold_in(keys: Keys, number: Array) -> Keys:
-    """A new key for each sequence, derived from its key and a number.
-
-    - `keys`: one per sequence (`sequence_keys`).
-    - `number`: tells the uses of a key apart: the number of a layer, or of a place within a layer.
-    """
-
-    def one(words: Array) -> Array:
-        return jax.random.key_data(jax.random.fold_in(typed_key(words), number))
-
-    folded: Keys = jax.vmap(one)(keys)
-    return folded
+    """A new key for each sequence; `number` tells the uses of its key apart."""
+    return jax.vmap(
+        lambda words: jax.random.key_data(jax.random.fold_in(typed_key(words), number))
+    )(keys)
 
 
 def dropout(
@@ -67,14 +54,13 @@ def dropout(
     """Sets each value to zero with probability `rate`, and divides it by 1 - rate otherwise.
 
     - `x`: any values, `[batch, …]`.
-    - `keys`: one per sequence, `[batch, words]`, which a layer gets where its pipeline is called
+    - `keys`: one per sequence, `[batch, words]`, as a layer gets them where its pipeline is called
       with a key; None leaves `x` as it is.
     - `rate`: a Python number from 0 up to 1, 1 excluded.
     - `number`: tells the calls within a layer apart: each number has a mask of its own.
     - `spec`: the sharding of `x`; None for the one in its type, on a mesh with explicit axes.
 
-    The mask of a sequence depends on its key and the number alone. Raises InputError for another
-    rate, and for what is no such keys.
+    The mask of a sequence depends on its key and the number alone.
     """
     if not 0 <= rate < 1:
         raise InputError(f"rate={rate} of dropout must be at least 0 and below 1")

@@ -1,7 +1,6 @@
-"""Where arrays are placed: logical axes, the mesh axes they are sharded over, and how to say so.
+"""Logical axes of arrays, the mesh axes they are sharded over, and how arrays are placed.
 
-Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without one. So a layer is
-written once and runs on one device, on a mesh with explicit axes and on one with auto axes.
+All of it reads the ambient mesh (`jax.set_mesh`) and does nothing without one.
 """
 
 import contextlib
@@ -35,102 +34,71 @@ Variable = nnx.Variable[Any]
 class Layout:
     """Which mesh axes each logical axis is sharded over, the most significant mesh axis first.
 
-    The fields up to `norm` name axes of weights, the fields from `batch` on axes of activations. No
-    two axes of one array may be sharded over the same mesh axis.
+    No two axes of one array may be sharded over the same mesh axis. Axes of weights:
+
+    - `stage`: the stages: the second axis of stacked weights, `[repeats, stages, layers per stage,
+      …]`.
+    - `vocab`: the token ids: rows of the embedding table, and columns of the head.
+    - `embed`: the residual stream's width in weights of the layers but those of experts and norms.
+    - `embed_of_vocab`: the residual stream's width in the embedding table and in the head.
+    - `embed_of_expert`: the same in a kernel of the experts, which has the axis `expert` too.
+    - `latent`: the latent vectors of multi-head latent attention, in the kernels that read them.
+    - `heads`: the query heads, in the query and output kernels and in the results of these.
+    - `kv_heads`: the key-value heads, in the key and value kernels and in their results.
+    - `head_dim`: the width of one head, in the four kernels of attention.
+    - `mlp`: the hidden units, in the kernels of the MLP or of the experts and in their activations.
+    - `expert`: the experts, in their kernels and in activations inside the expert layers.
+    - `norm`: the residual stream's width in the scale of an RMSNorm.
+
+    Axes of activations:
+
+    - `batch`: the sequences that the layers of a stage work on, in all activations of the layers.
+    - `batch_beside_experts`: the sequences in an array that has the axis `expert` too.
+    - `microbatch`: the microbatches of a batch outside the pipeline, which has the axes
+      `(microbatch, batch)`; with it the batch is sharded over `stage` too.
+    - `whole_batch`: the sequences of a batch outside the pipeline that is not cut into
+      microbatches.
+    - `vocab_of_logits`: the token ids in logits and, while logits are computed, in the head.
+    - `copy`: copies of the layers, each with its own copy of the weights (`pipeline.gather`). Where
+      there are any, the activations of a microbatch begin with `(copy, batch)`.
     """
 
     stage: MeshAxes = ("stage",)
-    """The stages: the second axis of stacked weights, `[repeats, stages, layers per stage, …]`."""
-
     vocab: MeshAxes = ("stage", "tensor")
-    """The token ids: rows of the embedding table, and columns of the head."""
-
     embed: MeshAxes = ("fsdp", "expert")
-    """The residual stream's width in weights of the layers but those of experts and norms."""
-
     embed_of_vocab: MeshAxes = ("fsdp", "expert")
-    """The residual stream's width in the embedding table and in the head."""
-
     embed_of_expert: MeshAxes = ("fsdp",)
-    """The residual stream's width in a kernel of the experts, which has the axis `expert` too."""
-
     latent: MeshAxes = ("fsdp", "expert")
-    """The latent vectors of multi-head latent attention, in the kernels that read them."""
-
     heads: MeshAxes = ("tensor",)
-    """The query heads, in the query and output kernels and in the results of these projections."""
-
     kv_heads: MeshAxes = ("tensor",)
-    """The key-value heads, in the key and value kernels and in the results of these projections."""
-
     head_dim: MeshAxes = ()
-    """The width of one head, in the four kernels of attention."""
-
     mlp: MeshAxes = ("tensor",)
-    """The hidden units, in the kernels of the MLP or of the experts and in their activations."""
-
     expert: MeshAxes = ("expert",)
-    """The experts, in their kernels and in activations inside the expert layers."""
-
     norm: MeshAxes = ()
-    """The residual stream's width in the scale of an RMSNorm."""
-
     batch: MeshAxes = ("data", "fsdp", "expert")
-    """The sequences that the layers of a stage work on, in all activations of the layers."""
-
     batch_beside_experts: MeshAxes = ("data", "fsdp")
-    """The sequences in an array inside the expert layers, which has the axis `expert` too."""
-
     microbatch: MeshAxes = ("stage",)
-    """The microbatches of a batch outside the pipeline, which has the axes `(microbatch, batch)`.
-
-    With it the batch is sharded over `stage` too.
-    """
-
     whole_batch: MeshAxes = ("stage", "data", "fsdp", "expert")
-    """The sequences of a batch outside the pipeline that is not cut into microbatches."""
-
     vocab_of_logits: MeshAxes = ("tensor",)
-    """The token ids in logits and, while the logits are computed, in the head."""
-
     copy: MeshAxes = ()
-    """Copies of the layers, each with its own copy of the weights (`pipeline.weights.gathered`).
-
-    Where there are any, the activations of a microbatch begin with `(copy, batch)`.
-    """
 
     def in_copies(self, copy: MeshAxes) -> "Layout":
-        """The layout of activations that have a leading axis of copies over these mesh axes.
+        """The layout of activations with a leading axis of copies over the mesh axes `copy`.
 
-        - `copy`: the mesh axes, which no longer shard the batch within a copy.
+        These mesh axes no longer shard the batch within a copy.
         """
-
-        def rest(axes: MeshAxes) -> MeshAxes:
-            return tuple(axis for axis in axes if axis not in copy)
-
-        return dataclasses.replace(
-            self,
-            copy=copy,
-            batch=rest(self.batch),
-            batch_beside_experts=rest(self.batch_beside_experts),
-        )
+        batch = tuple(axis for axis in self.batch if axis not in copy)
+        beside = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
+        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=beside)
 
     def gathered(self, over: MeshAxes) -> "Layout":
-        """The layout of layers whose weights have been gathered over some mesh axes.
-
-        - `over`: the mesh axes; a weight axis sharded over any of them is then whole.
-        """
+        """The layout of layers whose weights are gathered over the mesh axes `over`."""
         weights = {name: getattr(self, name) for name in ("embed", "embed_of_expert", "latent")}
         whole = {name: () for name, axes in weights.items() if set(axes) & set(over)}
         return dataclasses.replace(self, **whole)
 
     def zero1(self, over: MeshAxes) -> "Layout":
-        """The layout of weights that are additionally sharded over some mesh axes (ZeRO-1).
-
-        The optimizer state has this layout with `train.shard_optimizer_over_data`.
-
-        - `over`: the additional mesh axes.
-        """
+        """The layout of weights that are also sharded over these mesh axes (ZeRO-1)."""
         # The new axes come last, so that a device's shard is a slice of what it stores already.
         weights = ("embed", "embed_of_vocab", "embed_of_expert", "latent", "norm")
         return dataclasses.replace(
@@ -140,13 +108,10 @@ class Layout:
     def for_vocabulary(self, size: int, width: int, zero1: MeshAxes = ()) -> "Layout":
         """The layout in which table and head of any vocabulary fit the ambient mesh.
 
-        - `size`: the number of token ids.
-        - `width`: the residual stream's.
-        - `zero1`: the mesh axes that `Layout.zero1` is to add.
-
-        Where the ids do not split over the mesh axes of `vocab`, the width splits over them
-        instead. Where it does not either, one of the two is sharded over as many devices as it
-        splits over, and table and head are whole along the other axes.
+        `size` is the number of token ids, `width` the residual stream's, and `zero1` are the mesh
+        axes that `Layout.zero1` is to add. Where the ids do not split over the mesh axes of
+        `vocab`, the width splits over them instead. Where it does not either, one of the two is
+        sharded over as many devices as it splits over, and both are whole along the other axes.
         """
         sizes = mesh_sizes()
 
@@ -169,9 +134,7 @@ class Layout:
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of a logical axis that have more than one device on the ambient mesh.
 
-        - `name`: of a logical axis, or of a mesh axis, which stands for itself.
-
-        Raises InputError for a name that is neither.
+        A mesh axis stands for itself. Raises InputError for another name.
         """
         sizes = mesh_sizes()
         if name not in _LOGICAL_AXES and name not in sizes and name not in AXES:
@@ -184,7 +147,6 @@ class Layout:
         return tuple(axis for axis in own if sizes.get(axis, 1) > 1)
 
     def size(self, name: str) -> int:
-        """How many shards a logical axis has on the ambient mesh."""
         return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
 
     def spec(self, *names: AxisName) -> P:
@@ -203,11 +165,7 @@ class Layout:
         return P(*entries)
 
     def variable(self, value: Array, logical_axes: tuple[AxisName, ...]) -> nnx.Param[Array]:
-        """A parameter whose metadata holds its logical axes.
-
-        - `value`: the array, in its sharding already.
-        - `logical_axes`: one per array axis; None for an axis that is not sharded.
-        """
+        """A parameter whose metadata holds its logical axes; `value` is in its sharding already."""
         return nnx.Param(value, logical_axes=logical_axes)
 
 
@@ -218,7 +176,7 @@ def mesh_sizes() -> dict[str, int]:
     """The axis sizes of the ambient mesh; empty if there is no mesh.
 
     Inside a `shard_map` over some of the axes these are left out: no array is sharded over them
-    there. Inside one over the whole mesh the sizes are those of all axes, for collectives.
+    there. Inside one over the whole mesh all are there, for collectives.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = list(zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True))
@@ -244,7 +202,6 @@ def is_explicit() -> bool:
 
 
 def out_sharding(spec: P) -> P | None:
-    """The value for an `out_sharding=` argument: the spec in explicit mode, else None."""
     return spec if is_explicit() else None
 
 
@@ -253,10 +210,9 @@ _LEFT_TO_COMPILER = contextvars.ContextVar("left_to_compiler", default=False)
 
 @contextlib.contextmanager
 def left_to_compiler() -> Iterator[None]:
-    """A context in which `place` does nothing in auto mode.
+    """A context, for one arm of an experiment, in which `place` does nothing in auto mode.
 
-    One arm of an experiment is compiled in it. The compiler then derives how weights and tokens
-    move from the shardings of arguments and results and from the constraints that `hold` makes.
+    The compiler then derives how weights and tokens move from what `hold` says.
     """
     token = _LEFT_TO_COMPILER.set(True)
     try:
@@ -268,23 +224,13 @@ def left_to_compiler() -> Iterator[None]:
 def place(x: Array, spec: P) -> Array:
     """Moves an array: a reshard in explicit mode, a sharding constraint in auto mode.
 
-    - `x`: the array, in any sharding on the ambient mesh.
-    - `spec`: the sharding of the result.
-
     It does nothing without a mesh, and nothing in auto mode within `left_to_compiler`.
     """
     return x if _LEFT_TO_COMPILER.get() and not is_explicit() else hold(x, spec)
 
 
 def hold(x: Array, spec: P) -> Array:
-    """Moves an array as `place` does, even within `left_to_compiler`.
-
-    - `x`: the array, in any sharding on the ambient mesh.
-    - `spec`: the sharding of the result.
-
-    It is for the two things that the compiler is told in any case: where the output of a layer is
-    placed, and that what belongs to a stage is on that stage.
-    """
+    """As `place`, even within `left_to_compiler`: for the places of layer outputs and of stages."""
     if is_explicit():
         x = jax.sharding.reshard(x, spec)
     elif mesh_sizes():
@@ -300,11 +246,7 @@ _constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inlin
 def constrain(x: Array, spec: P) -> Array:
     """Moves an activation to `spec`, unless the spec shards no axis.
 
-    - `x`: the activation.
-    - `spec`: the sharding of the result; if it shards no axis, `x` is returned as it is.
-
-    A constraint that shards nothing still leaves a custom call in the program, which XLA may carry
-    through a scan (seeds S2.4a).
+    A constraint that shards nothing still leaves a custom call, which may be carried by a scan.
     """
     return x if is_trivial(spec) else hold(x, spec)
 
@@ -312,12 +254,8 @@ def constrain(x: Array, spec: P) -> Array:
 def spec_of(x: Array, *, stage_axis: int) -> P:
     """The partition spec of `x` for a `shard_map` over the mesh axis `stage`.
 
-    - `x`: an array with an axis of stages.
-    - `stage_axis`: which axis of `x` is sharded over `stage`.
-
-    In explicit mode it is the whole spec of the array's type, because a `shard_map` that names
-    `stage` alone gathers the other axes inside (JAX 0.10 and 0.12). In auto mode it names `stage`
-    alone, and XLA keeps the sharding of the others.
+    In explicit mode it is that of the array's type: a `shard_map` that names `stage` alone gathers
+    the other axes inside (JAX 0.10 and 0.12). In auto mode XLA keeps the sharding of the others.
     """
     if is_explicit():
         spec: P = jax.typeof(x).sharding.spec
@@ -333,10 +271,6 @@ def manual_axes() -> set[str]:
 def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     """Moves a weight from where it is stored to where a matrix product reads it.
 
-    - `kernel`: the weight.
-    - `stored`: its spec as it is stored.
-    - `used`: its spec as it is read; it is gathered over the mesh axes that this leaves out.
-
     The gradient goes the opposite way, by a reduce-scatter to `stored`.
     """
     if stored == used or not mesh_sizes():
@@ -349,10 +283,8 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
 def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
     """The array with the shards along one axis, that collectives put together, in another order.
 
-    - `x`: the array, whole along that axis on a device.
-    - `axis`: of the array.
-    - `found`: the mesh axes in whose order the shards are, the most significant one first.
-    - `wanted`: the same mesh axes in the order in which they shall be.
+    `found` are the mesh axes in whose order they are, and `wanted` the same ones in the new order,
+    the most significant one first. `x` is whole along `axis` on a device.
     """
     if found == wanted:
         return x
@@ -366,7 +298,7 @@ def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
 def portable_key(key: Array) -> Array:
     """A key whose random numbers depend on the key alone: this one, or one made from it.
 
-    The numbers of JAX's other generators (`rbg`) depend on how an array is sharded and on `vmap`.
+    The numbers of JAX's other generators (`rbg`) depend on shardings and on `vmap`.
     """
     if jax.random.key_impl(key) == PORTABLE:
         return key
@@ -375,19 +307,13 @@ def portable_key(key: Array) -> Array:
 
 def parameter(
     rngs: nnx.Rngs,
+    layout: Layout,
+    dtype: jax.typing.DTypeLike,
     initializer: Initializer,
     shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
     logical_axes: tuple[str | None, ...],
-    layout: Layout,
 ) -> nnx.Param[Array]:
-    """Creates a parameter in its sharding; its metadata holds its logical axes.
-
-    - `rngs`: its `params` stream gives the key.
-    - `initializer`, `shape`, `dtype`: of the initial value.
-    - `logical_axes`: one per array axis; None for an axis that is not sharded.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    """
+    """Creates a parameter in its sharding; its metadata holds its logical axes."""
     value = initial_value(rngs.params(), initializer, shape, dtype, layout.spec(*logical_axes))
     return layout.variable(value, logical_axes)
 
@@ -399,45 +325,36 @@ def initial_value(
     dtype: jax.typing.DTypeLike,
     spec: P,
 ) -> Array:
-    """Creates the initial value of a parameter in its sharding, which does not change the value.
-
-    - `key`: any JAX key; it is made portable first (see `portable_key`).
-    - `initializer`, `shape`, `dtype`: of the value.
-    - `spec`: the partition spec in which it is created.
-    """
+    """Creates the initial value of a parameter in its sharding, which does not change the value."""
     value = initializer(portable_key(key), shape, dtype, out_sharding=out_sharding(spec))
     return place(value, spec) if mesh_sizes() and not is_explicit() else value
 
 
-def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The tree with a NamedSharding in place of each parameter's value, from its logical axes.
+def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> Made:
+    """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded.
 
-    - `tree`: a module whose variables all have `logical_axes` in their metadata.
-    - `layout`: the mesh axes that each logical axis is sharded over.
-    - `mesh`: the mesh of the shardings, which must be the ambient mesh during the call.
-
-    The result serves as `out_shardings` of a jitted initialisation and as the placement of
-    gradients, in explicit and in auto mode.
+    `mesh` must be the ambient mesh.
     """
 
-    def sharding(variable: Variable) -> Variable:
-        spec = layout.spec(*variable.get_metadata("logical_axes"))
-        return variable.replace(NamedSharding(mesh, spec))
+    def sharding(leaf: Array | Variable) -> NamedSharding | Variable:
+        if not is_variable(leaf):
+            return NamedSharding(mesh, P())
+        spec = layout.spec(*leaf.get_metadata("logical_axes"))
+        return leaf.replace(NamedSharding(mesh, spec))
 
-    placed: nnx.Module = jax.tree.map(sharding, tree, is_leaf=is_variable)
-    return placed
+    shardings: Made = jax.tree.map(sharding, tree, is_leaf=is_variable)
+    return shardings
 
 
 def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
     """What a function makes, with a sharded `jax.ShapeDtypeStruct` in the place of each array.
 
-    - `make`: a function without arguments that returns modules, optimizers, arrays, or a pytree of
-      them; it is traced, and nothing is computed.
-    - `layout`: the mesh axes that each logical axis is sharded over, as of the modules.
+    - `make`: takes no arguments, and returns modules, optimizers, arrays, or a pytree of them; it
+      is traced, and nothing is computed.
+    - `layout`: as of the modules.
 
-    It is called under `jax.set_mesh`. `nnx.eval_shape`, which it calls, reads the metadata of Flax:
-    on a mesh with auto axes, whose arrays have no sharding in their types, it leaves the variables
-    of this package unsharded.
+    Call it under `jax.set_mesh`. `nnx.eval_shape` alone leaves the variables of this package
+    unsharded on a mesh with auto axes.
     """
     made: Made = nnx.eval_shape(make)
     mesh = jax.sharding.get_abstract_mesh()
@@ -454,11 +371,7 @@ def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
 
 
 def place_by(tree: _Module, layout: Layout) -> _Module:
-    """The tree with every variable moved to the placement of its logical axes in a layout.
-
-    - `tree`: a module whose variables all have `logical_axes` in their metadata.
-    - `layout`: the mesh axes that each logical axis is to be sharded over.
-    """
+    """The module with every variable moved to the placement of its logical axes in a layout."""
 
     def one(variable: Variable) -> Variable:
         spec = layout.spec(*variable.get_metadata("logical_axes"))
@@ -469,15 +382,11 @@ def place_by(tree: _Module, layout: Layout) -> _Module:
 
 
 def is_variable(leaf: object) -> TypeGuard[Variable]:
-    """Whether this is a variable, for `jax.tree.map` to take it as a leaf."""
     return isinstance(leaf, nnx.Variable)
 
 
 def with_layout(module: _Module, layout: Layout) -> _Module:
-    """A copy of a module in which this module and every module inside it have another layout.
-
-    - `module`: may hold modules without an attribute `layout`; they get none.
-    - `layout`: the new value of the attribute `layout`.
+    """A copy of a module in which it and every module inside it that has a `layout` has this one.
 
     The variables keep their values and metadata.
     """

@@ -1,7 +1,7 @@
 """Training: batches, the optimizer, the training step and the loop over steps.
 
-What is listed here is public: `make_state` and `jit_train_step` for a loop of your own, `batches`
-of a `Source` for its data, and `train` for the whole. `linen_compat` saves and loads their states.
+`make_state`, `jit_train_step` and `batches` of a `Source` are for a loop of your own, `train` is
+the whole. `linen_compat` saves and loads their states.
 """
 
 from typing import TYPE_CHECKING

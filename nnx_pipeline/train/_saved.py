@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.lab.errors import InputError
 
 # Fields that say how something is computed and not what: they change numbers by rounding only.
@@ -19,11 +19,7 @@ RATE = "train.learning_rate"  # may become another one, where that is asked for
 
 @dataclass(frozen=True)
 class Origin:
-    """What decides the batches of a training, beside its config.
-
-    - `seed`: of the initial values, and of the sequences or of where in the text they begin.
-    - `text`: `Texts.digest` of the text; None for generated sequences.
-    """
+    """What decides the batches beside the config; `text` is `Texts.digest`, if any."""
 
     seed: int
     text: str | None
@@ -33,9 +29,8 @@ class Origin:
 class SavedRun:
     """A run that was saved, without its arrays.
 
-    - `newest`: the folder of its newest step, whose name is the number of the step.
-    - `config`: with which it was trained first, but for the learning rate of its last training.
-    - `origin`: of its batches.
+    The folder `newest` has the number of its newest step as its name. `config` is that of the first
+    training, but for the learning rate, which is that of the last.
     """
 
     newest: Path
@@ -44,7 +39,6 @@ class SavedRun:
 
     @property
     def step(self) -> int:
-        """How many steps were done when it was saved."""
         return int(self.newest.name)
 
     def to_go_on(
@@ -52,24 +46,17 @@ class SavedRun:
     ) -> Config:
         """The config of the run from now on, if training goes on with the losses it would have had.
 
-        - `config`, `origin`: with which it is to go on. The pipeline may be another one, and so may
-          fields of `HOW`.
-        - `stages`: of the mesh on which it is to go on.
-        - `asked`: the fields that the user has set; if `RATE` is one, it may be another one.
-
-        Raises InputError where the losses would be others.
+        The pipeline and fields of `HOW` may be others, and `RATE` if it is in `asked`, the fields
+        that the user has set. Raises InputError where the losses would be others.
         """
         run = self.newest.parent
+        before, after = to_dict(self.config), to_dict(config)
+        free = {RATE} if RATE in asked else set()
         changed = [
-            (f"{section}.{field.name}", getattr(was, field.name), getattr(now, field.name))
-            for section, was, now in (
-                ("model", self.config.model, config.model),
-                ("train", self.config.train, config.train),
-            )
-            for field in dataclasses.fields(was)
-            if field.name not in HOW[section]
-            and not (f"{section}.{field.name}" == RATE and RATE in asked)
-            and getattr(was, field.name) != getattr(now, field.name)
+            (f"{section}.{name}", value, after[section][name])
+            for section, how in HOW.items()
+            for name, value in before[section].items()
+            if name not in how and f"{section}.{name}" not in free and value != after[section][name]
         ]
         if changed:
             (key, was, now), *others = changed
@@ -85,7 +72,6 @@ class SavedRun:
         return dataclasses.replace(self.config, train=train)
 
     def _check_origin(self, origin: Origin) -> None:
-        """The batches must be the same."""
         run, before = self.newest.parent, self.origin
         if origin.seed != before.seed:
             raise InputError(

@@ -13,7 +13,7 @@ from nnx_pipeline.lab._files import MOST_TEXT, read_text
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.sharding.layout import Layout
-from nnx_pipeline.train.data import Placed
+from nnx_pipeline.train.data import by_rows
 from nnx_pipeline.train.step import Batch, batch_sharding, loss_of
 
 BYTE_VALUES = 256  # token ids of text: one for each value of a byte
@@ -22,11 +22,7 @@ END = 0  # the byte that ends a document; no text has it
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents as tokens, int32, with `END` after each.
-
-    - `training`: the first nine tenths of each document.
-    - `held_out`: the rest of each.
-    """
+    """The first nine tenths of each document as int32 tokens, and the rest, each with `END`."""
 
     training: np.ndarray
     held_out: np.ndarray
@@ -39,14 +35,7 @@ class Texts:
 
 
 def read_texts(paths: Sequence[str], config: Config) -> Texts:
-    """The documents in some text files, one in each.
-
-    - `paths`: text files in UTF-8.
-    - `config`: gives the vocabulary and the length of a sequence.
-
-    Raises InputError for a vocabulary with too few tokens, for a file that is not text, and where
-    there is less text than a sequence needs.
-    """
+    """The documents in some text files in UTF-8, one in each."""
     vocabulary, length = config.model.vocab_size, config.train.sequence_length
     if vocabulary < BYTE_VALUES:
         raise InputError(
@@ -63,7 +52,8 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
         cut = len(document) * 9 // 10
         training.append(document[:cut] + bytes([END]))
         held_out.append(document[cut:] + bytes([END]))
-    found = Texts(*(_tokens(b"".join(parts)) for parts in (training, held_out)))
+    joined = (np.frombuffer(b"".join(parts), np.uint8) for parts in (training, held_out))
+    found = Texts(*(tokens.astype(np.int32) for tokens in joined))
     if len(found.held_out) <= length:
         raise InputError(
             "the tenth of each file of --data that is held out, with a token that ends it, makes "
@@ -73,23 +63,14 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
     return found
 
 
-def _tokens(text: bytes) -> np.ndarray:
-    return np.frombuffer(text, np.uint8).astype(np.int32)
-
-
 @dataclass(frozen=True)
 class Windows:
-    """Sequences that begin anywhere in a text, drawn at random; a `train.data.Source`.
-
-    - `tokens`: of the text, int32.
-    - `seed`: of the draws.
-    """
+    """Sequences that begin anywhere in a text, drawn at random; a `train.data.Source`."""
 
     tokens: np.ndarray
     seed: int
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch; they depend on the seed too."""
         last = len(self.tokens) - length
         starts = [np.random.default_rng((self.seed, batch, row)).integers(last + 1) for row in rows]
         return np.stack([self.tokens[start : start + length] for start in starts])
@@ -104,14 +85,12 @@ def _entropy(model: Mixtral, batch: Batch) -> jax.Array:
 def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     """The mean cross-entropy of a model on a text, in nats per token.
 
-    - `model`: on `mesh`.
-    - `tokens`: the text, int32, cut into sequences one after the other; what is left at the end,
-      less than a sequence, is left out. All but the first token of a sequence are predicted.
+    The text is cut into sequences one after the other; what is left at the end is left out.
     """
     train = model.config.train
     contexts, targets = in_sequences(tokens, train.sequence_length)
     count, batch = len(contexts), train.global_batch
-    placed = Placed((batch, train.sequence_length), batch_sharding(mesh, Layout()))
+    shape, sharding = (batch, train.sequence_length), batch_sharding(mesh, Layout())
     total = 0.0
     for first in range(0, count, batch):
 
@@ -119,7 +98,7 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
             given = array[first : first + batch]
             # The last batch is filled up with sequences of weight 0.
             filled = np.pad(given, ((0, batch - len(given)), (0, 0)))
-            return placed(lambda start, stop: filled[start:stop])
+            return by_rows(shape, sharding, lambda start, stop: filled[start:stop])
 
         weights = np.ones(contexts.shape, np.float32)
         with jax.set_mesh(mesh):
@@ -133,13 +112,9 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
 def bigram_entropy(training: np.ndarray, held_out: np.ndarray, length: int) -> float:
     """The cross-entropy of a bigram model on the targets of `entropy_of`, in nats per token.
 
-    - `training`: the text that its counts are from, int32 below `BYTE_VALUES`.
-    - `held_out`: the text that it predicts.
-    - `length`: of the sequences into which that text is cut.
-
-    P(b | a) = (n(a, b) + k · P(b)) / (n(a) + k), with P(b) = (n(b) + 1) / (n + 256) for a text of n
-    bytes. Of several k the one counts that is best for the held-out text itself, so that the
-    entropy is as low as this smoothing can make it.
+    Its counts are from `training`. P(b | a) = (n(a, b) + k · P(b)) / (n(a) + k), with P(b) = (n(b)
+    + 1) / (n + 256) for a text of n bytes. The k is the best of several for the held-out text
+    itself, so that the entropy is as low as this smoothing can make it.
     """
     pairs = np.zeros((BYTE_VALUES, BYTE_VALUES))
     np.add.at(pairs, (training[:-1], training[1:]), 1)
@@ -153,11 +128,7 @@ def bigram_entropy(training: np.ndarray, held_out: np.ndarray, length: int) -> f
 
 
 def in_sequences(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """A text as sequences and their targets, `[sequences, length]` each.
-
-    - `tokens`: of the text, more than `length`.
-    - `length`: tokens of a sequence.
-    """
+    """A text as sequences and their targets, `[sequences, length]` each."""
     count = (len(tokens) - 1) // length
     whole = count * length
     return tokens[:whole].reshape(count, length), tokens[1 : whole + 1].reshape(count, length)

@@ -22,15 +22,10 @@ class Source(Protocol):
     """Where the sequences of batches come from."""
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, integers `[rows, length]`; each depends on batch and row alone.
+        """Token ids below `model.vocab_size`, integers `[rows, length]`.
 
-        Tokens are from 0 up to `model.vocab_size`, that excluded.
-
-        - `batch`: the number of the batch, from 0.
-        - `rows`: the numbers of the sequences in it.
-        - `length`: tokens of a sequence.
+        Each sequence depends on the numbers of batch and row alone, which are counted from 0.
         """
-        ...
 
 
 def batches(
@@ -45,27 +40,22 @@ def batches(
     """Endless batches of a source, in which the target of a token is the one after it.
 
     - `config`: gives the number of sequences and their length.
-    - `mesh`: where the batches are placed, see `batch_sharding`. Each process makes the sequences
-      of its own devices alone.
-    - `source`: of the sequences; it decides what is in them, and the mesh does not.
+    - `mesh`: where batches are placed; each process makes the sequences of its own devices alone.
+    - `source`: it decides what is in the sequences, and the mesh does not.
     - `first`: the number of the first batch. A batch depends on its number alone, so that training
       goes on after k steps with batch k.
-    - `layout`: which mesh axes the batch is sharded over.
-    - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
+    - `layout`: its `whole_batch` says which mesh axes the batch is sharded over.
+    - `segment_ids`: whether batches have segment ids; each row is one segment.
 
-    Raises InputError where the batch does not split over the devices that share it, and at a batch
-    for which the source gives anything but token ids of that number of rows and that length.
+    Raises InputError where the batch does not split over the devices that share it, and where the
+    source gives anything but token ids of that shape.
     """
     size, length = config.train.global_batch, config.train.sequence_length
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         devices = layout.size("whole_batch")
-    divides(
-        devices,
-        size,
-        rule=f"train.global_batch={size} does not split over the {devices} devices that share a "
-        "batch",
-    )
-    placed = Placed((size, length), batch_sharding(mesh, layout))
+    rule = f"train.global_batch={size} does not split over the {devices} devices that share a batch"
+    divides(devices, size, rule=rule)
+    placed = functools.partial(by_rows, (size, length), batch_sharding(mesh, layout))
 
     def ones(dtype: type) -> jax.Array:
         return placed(lambda start, stop: np.ones((stop - start, length), dtype))
@@ -88,12 +78,7 @@ def batches(
 
 
 def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:
-    """What a source gave, as int32; raises InputError unless it is token ids of this shape.
-
-    A step would compute with a token that the model does not have, and its loss would be nan.
-
-    - `source`: its name in the message.
-    """
+    """Checked token ids of a source, as int32: with others the loss would be nan."""
     dtype = getattr(given, "dtype", None)
     if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
         raise InputError(
@@ -124,45 +109,30 @@ def learnable_batches(
 ) -> Iterator[Batch]:
     """Endless batches in which nine tokens in ten are determined by the token before them.
 
-    - `config`: gives the vocabulary too.
-    - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
-    - `mesh`, `first`, `layout`, `segment_ids`: as for `batches`.
-
     The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
-    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
+    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats. The same seed gives the same
+    batches on every mesh; the other arguments are as for `batches`.
     """
     rule = Rule(seed, config.model.vocab_size)
     return batches(config, mesh, rule, first=first, layout=layout, segment_ids=segment_ids)
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Places an array; each process makes the rows of its own devices.
+def by_rows(
+    shape: tuple[int, int], sharding: NamedSharding, make: Callable[[int, int], np.ndarray]
+) -> jax.Array:
+    """An array of rows `make(start, stop)`; each process makes those of its own devices."""
 
-    - `shape`, `sharding`: of the array, `[rows, columns]`.
-    """
+    def of_device(index: Any) -> np.ndarray:
+        rows, columns = index
+        start, stop, _ = rows.indices(shape[0])
+        return make(start, stop)[:, columns]
 
-    shape: tuple[int, int]
-    sharding: NamedSharding
-
-    def __call__(self, make: Callable[[int, int], np.ndarray]) -> jax.Array:
-        """The array whose rows `start` to `stop` are `make(start, stop)`."""
-
-        def of_device(index: Any) -> np.ndarray:
-            rows, columns = index
-            start, stop, _ = rows.indices(self.shape[0])
-            return make(start, stop)[:, columns]
-
-        return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+    return jax.make_array_from_callback(shape, sharding, of_device)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of generated sequences.
-
-    - `seed`: of the rule and of all sequences.
-    - `vocab_size`: tokens are below it.
-    """
+    """The rule of generated sequences, whose tokens are below `vocab_size`."""
 
     seed: int
     vocab_size: int
@@ -173,7 +143,6 @@ class Rule:
         return np.random.default_rng(self.seed).permutation(self.vocab_size).astype(np.int32)
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, see `Source`; they depend on the seed too."""
         generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
         drawn = np.stack(
             [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]

@@ -9,10 +9,8 @@ from nnx_pipeline.train.step import abstract_batch, abstract_state, jit_train_st
 
 
 def lint_step(config: Config, mesh: Mesh, *, limits: Limits = Limits()) -> list[Finding]:
-    """Lints the training step that `nnx-pipeline measure` compiles.
+    """Lints the training step that `nnx-pipeline measure` compiles, traced under the JAX mesh.
 
-    - `config`: the model, the pipeline and the training.
-    - `mesh`: the JAX mesh that the step is traced under.
     - `limits`: the sizes in bytes below which nothing is reported.
     """
     with jax.set_mesh(mesh):

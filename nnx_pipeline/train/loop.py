@@ -19,11 +19,7 @@ MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless 
 
 
 class Step(NamedTuple):
-    """What a step leaves.
-
-    - `state`: donated to the next step; read it before that step begins.
-    - `metrics`: what the step reports.
-    """
+    """What a step leaves; the state is donated to the next step, so read it before that begins."""
 
     state: TrainState
     metrics: Metrics
@@ -31,14 +27,12 @@ class Step(NamedTuple):
 
 @jax.jit
 def is_finite(state: TrainState) -> Array:
-    """Whether no number of a training state is NaN or infinite; call it under `jax.set_mesh`."""
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 @jax.jit
 def largest_weight(model: Mixtral) -> Array:
-    """The largest magnitude of the parameters in float32; call it under `jax.set_mesh`."""
     leaves = [x for x in jax.tree.leaves(model) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.max(jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in leaves]))
 
@@ -54,7 +48,6 @@ def train(
 ) -> Iterator[Step]:
     """Trains a new or a saved model, and yields what each step leaves.
 
-    - `config`: of the model, the pipeline and the training.
     - `mesh`: the JAX mesh to train on.
     - `steps`: the number of the last step, counted from the beginning of training.
     - `seed`: of the initial values and of generated sequences.
@@ -64,10 +57,9 @@ def train(
 
     The losses depend on config, seed and source; the mesh changes them by rounding only. Batches
     and random numbers are functions of seed and step, so that the losses after a state that was
-    saved and loaded again on the same mesh are those of training without a stop, to the bit. The
-    load balance is that of the microbatches, whose number follows from the number of stages if the
-    config does not give it. Raises InputError where the loss would then depend on it
-    (`check_objective`), and where Adam would divide by zero in the dtype of the parameters.
+    saved and loaded again on the same mesh are those of training without a stop, to the bit. Raises
+    InputError where the loss would depend on the number of stages (`check_objective`), and where
+    Adam would divide by zero in the dtype of the parameters.
     """
     _check_eps(config)
     with jax.set_mesh(mesh):

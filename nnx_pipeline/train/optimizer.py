@@ -37,8 +37,7 @@ def global_norm(gradients: PyTree) -> Array:
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
     """Scales gradients down so that their `global_norm` is at most `largest`; keeps their dtypes.
 
-    `optax.clip_by_global_norm` does the same for float32. For bfloat16 it sums the squares and
-    rounds the norm in bfloat16, which for a model is wrong by several percent.
+    For bfloat16 `optax.clip_by_global_norm` rounds the norm, to an error of several percent.
     """
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:

@@ -33,16 +33,15 @@ def several_processes(
     - `processes`: how many there are.
     - `rank`: the number of this one, from 0.
 
-    All three are found by `jax.distributed.initialize` itself where the cluster says them. It is
-    called before any other function of JAX that needs devices.
+    `jax.distributed.initialize` finds all three itself where the cluster says them. Call it before
+    any other function of JAX that needs devices.
 
     An exception within the context ends this process at once: with one line and exit code 1 where a
-    computation failed, as it does when another process was killed, with the code of `sys.exit` for
-    that, with 130 for Ctrl-C, and with a traceback and 1 for others. Without that Python would wait
-    for minutes for the others at its end, and they for this one. `atexit` functions are not called.
-
-    A process that computes nothing across processes while another one is lost gets no exception:
-    JAX ends it after 30 seconds, or at once where rank 0 is lost, by SIGABRT with its own messages.
+    computation failed, as when another process was killed, with the code of `sys.exit`, with 130
+    for Ctrl-C, and with a traceback and 1 for others. Python alone would wait for minutes for the
+    other processes. `atexit` functions are not called. A process that computes nothing across
+    processes while another one is lost gets no exception: JAX ends it after 30 seconds, or at once
+    where rank 0 is lost, by SIGABRT with its own messages.
     """
     jax.distributed.initialize(coordinator, processes, rank, heartbeat_timeout_seconds=SILENCE)
     try:
@@ -61,7 +60,6 @@ def several_processes(
 
 
 def _told(error: BaseException) -> int:
-    """Says why this process ends; returns its exit code."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

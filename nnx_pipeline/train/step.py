@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config.config import Config, TrainConfig
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.ops._router import RouterMetrics
-from nnx_pipeline.sharding.layout import Layout, P, Variable, is_variable
+from nnx_pipeline.sharding.layout import Layout, Variable, is_variable, variable_shardings
 from nnx_pipeline.train.optimizer import global_norm, make_optimizer
 
 _Tree = TypeVar("_Tree", bound=PyTree)
 
-# (config, rngs=…) to a model of that config.
-MakeModel = Callable[..., Mixtral]
+MakeModel = Callable[..., Mixtral]  # (config, rngs=…) to a model of that config
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -35,8 +34,7 @@ class Batch:
     - `tokens`, `targets`: int32 token ids.
     - `weights`: float32, the weight of each target in the loss; 0 where it does not count.
     - `positions`: int32, the place of each token in its document; None counts from 0 in each row.
-    - `segment_ids`: int32, which document of the row each token belongs to; None for one document
-      per row.
+    - `segment_ids`: int32, the document of each token in the row; None for one document per row.
     """
 
     tokens: Array
@@ -52,7 +50,6 @@ class TrainState:
     """Everything that a training step changes, and that is donated to the step.
 
     - `step`: int32 scalar, the number of steps done.
-    - `model`: the model with its parameters.
     - `optimizer`: the state of the optimizer, sharded over `data` too with ZeRO-1.
     """
 
@@ -66,7 +63,6 @@ class Metrics(NamedTuple):
 
     - `loss`: the cross-entropy.
     - `gradient_norm`: the global norm before clipping, summed in float32.
-    - `router`: what the routers report, among it the load-balance loss.
     """
 
     loss: Array
@@ -79,10 +75,8 @@ def loss_of(
 ) -> tuple[Array, tuple[Array, RouterMetrics]]:
     """The loss to minimise, the cross-entropy in it, and what the routers report.
 
-    - `key`: one random key for dropout; None for no dropout.
-    - `shards`: parameters to differentiate with respect to, see `Mixtral.loss`.
-
-    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText.
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText. The arguments are as
+    of `Mixtral.loss`.
     """
     return model.loss(
         batch.tokens,
@@ -100,10 +94,8 @@ def loss_and_gradients(
 ) -> tuple[tuple[Array, tuple[Array, RouterMetrics]], Mixtral]:
     """The values of `loss_of`, and the gradients as the optimizer gets them.
 
-    - `key`: one random key for dropout; None for no dropout.
-
-    The gradients are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over
-    `data` too.
+    They are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over `data`
+    too.
     """
     if model.zero1:  # with respect to the shards
         of_shards = functools.partial(loss_of, model, batch, key)
@@ -128,9 +120,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     metrics = Metrics(entropy, global_norm(gradients), router)
     updates = _without_selection_bias(updates.whole() if model.zero1 else updates)
     new = TrainState(
-        step=state.step + 1,
-        model=optax.apply_updates(model, updates),
-        optimizer=optimizer_state,
+        step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
     )
     return new, metrics
 
@@ -153,7 +143,6 @@ def optimized(model: Mixtral) -> Mixtral:
 
 
 def in_dtype(tree: _Tree, dtype: jax.typing.DTypeLike | None) -> _Tree:
-    """The arrays of `tree` in `dtype`; None leaves all arrays as they are."""
     if dtype is None:
         return tree
     cast: _Tree = jax.tree.map(lambda x: cast_to_other(x, dtype), tree)
@@ -170,81 +159,67 @@ def make_state(
 ) -> TrainState:
     """A new training state, each array created in its sharding; call it under `jax.set_mesh`.
 
-    - `mesh`: the mesh that is set.
     - `seed`: of the initial values.
     - `make_model`: (config, rngs=…) to the model, such as `Mixtral` with a layout filled in.
 
     Raises InputError where another mesh is set, or none.
     """
-    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, seed)
+    make = functools.partial(_make_state, config, make_model, seed)
     shardings = _state_shardings(jax.eval_shape(make), mesh)
     state: TrainState = jax.jit(make, out_shardings=shardings)()
     return state
 
 
 def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtral) -> TrainState:
-    """The shapes, dtypes and shardings of a training state, without allocating any array.
+    """The shapes, dtypes and shardings of `make_state`, without allocating any array.
 
-    The arguments are as for `make_state`; call it under `jax.set_mesh` too.
+    Call it under `jax.set_mesh` too.
     """
-    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
-    shapes = jax.eval_shape(make)
-    return _with_shardings(shapes, _state_shardings(shapes, mesh))
+    shapes = jax.eval_shape(functools.partial(_make_state, config, make_model, 0))
+    state: TrainState = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        _state_shardings(shapes, mesh),
+    )
+    return state
 
 
 def abstract_batch(
     config: Config, mesh: Mesh, *, layout: Layout = Layout(), segment_ids: bool = False
 ) -> Batch:
-    """The shapes, dtypes and shardings of a batch without positions.
-
-    - `mesh`, `layout`: these determine the sharding, see `batch_sharding`.
-    - `segment_ids`: whether the batch has segment ids.
-    """
+    """The shapes, dtypes and shardings of a batch without positions, with segment ids or not."""
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return Batch(
-        tokens=ids,  # type: ignore[arg-type]
-        targets=ids,  # type: ignore[arg-type]
-        weights=weights,  # type: ignore[arg-type]
-        segment_ids=ids if segment_ids else None,  # type: ignore[arg-type]
-    )
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return Batch(tokens=ids, targets=ids, weights=weights, segment_ids=ids if segment_ids else None)
 
 
 def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
-    """The sharding of a step's `[batch, seq]` inputs: the batch over every axis that can split it.
-
-    - `layout`: its logical axis `whole_batch` names these mesh axes.
-    """
+    """The sharding of `[batch, seq]` inputs over the mesh axes of the layout's `whole_batch`."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return NamedSharding(mesh, layout.spec("whole_batch", None))
 
 
 def jit_train_step(state: TrainState, mesh: Mesh) -> jax.stages.Wrapped:
-    """`train_step` jitted for states like `state`, which is donated to it.
+    """`train_step` jitted for states like `state`, real or abstract, which is donated to it.
 
-    - `state`: a real or an abstract state.
-    - `mesh`: the mesh that is set.
-
-    The new state has the shardings of the old one, on meshes with explicit and with auto axes.
-    Raises InputError where another mesh is set, or none.
+    The new state has the shardings of the old one. Raises InputError unless `mesh` is set.
     """
     shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: int) -> TrainState:
-    model = make_model(rngs=nnx.Rngs(seed))
-    optimizer = make_optimizer(train).init(optimized(model))
+def _make_state(config: Config, make_model: MakeModel, seed: int) -> TrainState:
+    model = make_model(config, rngs=nnx.Rngs(seed))
+    optimizer = make_optimizer(config.train).init(optimized(model))
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
 
 
 def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too.
 
-    Raises InputError unless the mesh is the one that is set. Without it a state would have one
-    stage, or be whole on every device, as would be what a step leaves.
+    Another mesh would give a state one stage, or leave it whole on every device: it is refused.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         given = ambient_mesh()
@@ -254,31 +229,9 @@ def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
             f"{ambient_mesh()}; call make_state, abstract_state and jit_train_step under "
             "jax.set_mesh(mesh)"
         )
-    model, on_mesh = state.model, functools.partial(NamedSharding, mesh)
+    model, layout = state.model, state.model.layout
     return TrainState(
-        step=_shardings(state.step, model.layout, on_mesh),
-        model=_shardings(model, model.layout, on_mesh),
-        optimizer=_shardings(state.optimizer, model.layout.zero1(model.zero1), on_mesh),
+        step=variable_shardings(state.step, layout, mesh),
+        model=variable_shardings(model, layout, mesh),
+        optimizer=variable_shardings(state.optimizer, layout.zero1(model.zero1), mesh),
     )
-
-
-def _shardings(tree: _Tree, layout: Layout, on_mesh: Callable[[P], NamedSharding]) -> _Tree:
-    """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded."""
-
-    def one(leaf: Array | Variable) -> NamedSharding | Variable:
-        if is_variable(leaf):
-            spec = layout.spec(*leaf.get_metadata("logical_axes"))
-            return leaf.replace(on_mesh(spec))
-        return on_mesh(P())
-
-    shardings: _Tree = jax.tree.map(one, tree, is_leaf=is_variable)
-    return shardings
-
-
-def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    placed: TrainState = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-    return placed

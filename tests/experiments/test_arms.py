@@ -14,7 +14,7 @@ from helpers import mesh_of, optax_promotion, replace, small_config
 
 from linen_compat._cli import main as linen_compat_cli
 from nnx_pipeline import Config, MeshConfig
-from nnx_pipeline.config._counts import count_parameters
+from nnx_pipeline.config.model import count_parameters
 from nnx_pipeline.experiments import _programs as of_programs
 from nnx_pipeline.experiments._arms import Program
 from nnx_pipeline.experiments._claim_table import CLAIM_TABLE
@@ -351,7 +351,7 @@ def test_what_the_table_names_is_there() -> None:
     assert {row.get("setup", "") for row in CLAIM_TABLE.values()} == set(SETUPS)
 
 
-@pytest.mark.parametrize("module", ["config._preset_table", "experiments._claim_table"])
+@pytest.mark.parametrize("module", ["config.presets", "experiments._claim_table"])
 def test_a_table_is_read_without_jax(module: str) -> None:
     """Shells ask for the names at each TAB."""
     script = f"""

@@ -30,9 +30,9 @@ from nnx_pipeline import (
     make_mesh,
     preset,
 )
-from nnx_pipeline.config._counts import count_parameters
 from nnx_pipeline.config._overrides import apply_overrides, known_keys, parse_overrides
 from nnx_pipeline.config.config import SECTIONS, to_dict
+from nnx_pipeline.config.model import count_parameters
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.lab.compile.platform import Platform

@@ -1,8 +1,7 @@
-"""Checkpoints for the commands: another package offers them, by an entry point.
+"""Checkpoints for the commands, which another package offers by an entry point.
 
-This package reads and writes no checkpoint itself. `linen_compat`, which does, knows this package,
-and not the other way, so that it declares an entry point of the group `nnx_pipeline.checkpoints`: a
-module with the functions of `Checkpoints`.
+This package reads and writes none. `linen_compat`, which does, declares a module with the functions
+of `Checkpoints` in the group `nnx_pipeline.checkpoints`.
 """
 
 from __future__ import annotations
@@ -26,61 +25,36 @@ GROUP = "nnx_pipeline.checkpoints"
 
 
 class Checkpoints(Protocol):
-    """What the module behind the entry point has."""
+    """The functions of the module. Each raises InputError for what is damaged or does not fit."""
 
     def read_config(self, name: str, checkpoint: str | Path) -> Config:
-        """The config of a file or a preset, for the model of a checkpoint.
-
-        Raises InputError for a name that is neither.
-        """
-        ...
+        """The config of a file or a preset, for the model of a checkpoint."""
 
     def stored_config(self, checkpoint: str | Path) -> Config | None:
-        """The config that a checkpoint holds; None where it holds none.
-
-        Raises InputError where there is no such folder.
-        """
-        ...
+        """The config that a checkpoint holds; None where it holds none."""
 
     def load(self, checkpoint: str | Path, config: Config, *, mesh: Mesh) -> Mixtral:
-        """The model with all parameters of the checkpoint, placed on the mesh.
-
-        Raises InputError where they do not fit.
-        """
-        ...
+        """The model with all parameters of the checkpoint, placed on the mesh."""
 
     def claimed(self, run: str | Path) -> AbstractContextManager[None]:
-        """Keeps the folder of a run, or of one to be made, to this process.
-
-        Raises InputError where another process trains in it, and where it cannot be written.
-        """
-        ...
+        """Keeps the folder of a run, or of one to be made, to this process."""
 
     def begin(self, folder: str | Path, config: Config, origin: Origin) -> None:
         """Writes what a run has beside its steps, into a folder that is claimed."""
-        ...
 
     def check_savable(self, config: Config) -> None:
         """Raises InputError unless the states of a model of this config can be saved."""
-        ...
 
     def save_step(
         self, state: TrainState, folder: str | Path, config: Config, origin: Origin
     ) -> None:
-        """Saves a training state as a new step of a run, from which `load` can load.
-
-        No step is ever there unfinished. Raises InputError where the run has become another one
-        than that which was begun with this config and origin.
-        """
-        ...
+        """Saves a state as a new step of a run; no step is ever there unfinished."""
 
     def saved_run(self, folder: str | Path) -> SavedRun | None:
-        """The run in a folder with saved steps, or None; raises InputError for a damaged one."""
-        ...
+        """The run in a folder, or None where there are no saved steps."""
 
     def load_newest(self, run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
-        """The state of the newest step, on a mesh; raises InputError for a damaged one."""
-        ...
+        """The state of the newest step, on a mesh."""
 
 
 def checkpoints() -> Checkpoints:

@@ -1,4 +1,4 @@
-"""`--checkpoint-dir`, `--save-every` and `--resume` of `nnx-pipeline train`."""
+"""The options of `nnx-pipeline train`, and how it saves its steps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ KEPT = "saved steps are kept; the same command with --resume goes on after the n
 
 
 @dataclass(frozen=True)
-class Folder:
-    """The values of `--checkpoint-dir`, `--save-every` and `--resume`.
+class Run:
+    """The values of `--steps`, `--seed` and `--data`."""
 
-    - `name`: the folder of the run; None for no saving.
-    - `every`: steps from one save to the next; None for one save at the end.
-    - `resume`: whether training goes on after the newest step in the folder.
-    """
+    steps: int
+    seed: int
+    data: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The values of `--checkpoint-dir`, `--save-every` and `--resume`."""
 
     name: str | None
     every: int | None
@@ -42,15 +46,8 @@ class Folder:
     ) -> Iterator[Saver | None]:
         """What saves the steps of a training; None where nothing is to be saved.
 
-        - `config`: of the training.
-        - `origin`: of its batches.
-        - `stages`: of the mesh.
-        - `asked`: the fields of the config that the user has set.
-
-        Within the context no other process can train in the folder. Raises InputError where one
-        does, where the folder cannot be written, where the model has no names in a checkpoint,
-        where there is nothing to resume or something else, and where a new run would overwrite
-        something.
+        `asked` are the fields of the config that the user has set. Within the context no other
+        process can train in the folder.
         """
         if self.name is None:
             for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
@@ -98,13 +95,8 @@ class Folder:
 class Saver:
     """Saves steps of a training.
 
-    - `offered`: reads and writes checkpoints.
-    - `folder`: of the run.
-    - `every`: steps from one save to the next; None for one save at the end.
-    - `config`: that the run has beside its steps; a resumed one gets it with its first save.
-    - `origin`: of the batches.
-    - `found`: the run that is resumed; None for a new one.
-    - `newest`: the number of the newest saved step; None before the first one.
+    `config` is what the run has beside its steps, `found` the run that is resumed, if any, and
+    `newest` the number of the newest saved step, if any.
     """
 
     offered: Checkpoints
@@ -116,7 +108,6 @@ class Saver:
     newest: int | None
 
     def check_steps(self, steps: int) -> None:
-        """Raises InputError where the run is further than the last step, number `steps`."""
         if self.found is not None and self.found.step > steps:
             raise InputError(
                 f"--steps {steps} counts from the beginning, and {self.folder} is at step "
@@ -128,15 +119,19 @@ class Saver:
         if self.found is None:
             return None
         ending.add_note(KEPT)
-        with _cure(self.found):
+        try:
             return self.offered.load_newest(self.found, config, mesh)
+        except InputError as error:
+            raise InputError(
+                f"{error}; to go on from the step before it, remove {self.found.newest} and use "
+                "--resume again"
+            ) from error
 
     def is_due(self, step: int) -> bool:
-        """Whether a step, of this number and not the last, is to be saved."""
+        """Whether a step that is not the last is to be saved."""
         return self.every is not None and step % self.every == 0
 
     def save(self, state: TrainState) -> None:
-        """Saves a step; raises Failed where that is not possible."""
         try:
             if self.found is not None and self.newest == self.found.step:
                 self.offered.begin(self.folder, self.config, self.origin)
@@ -148,12 +143,7 @@ class Saver:
 
 
 def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
-    """How to go on where a training has come to numbers that are not finite, or too large.
-
-    - `saver`: None where nothing is saved.
-    - `at_fault`: the number of the step that has left them.
-    - `rate`: the learning rate of the training.
-    """
+    """How to go on where the step `at_fault` has left numbers that are not finite or too large."""
     newest = None if saver is None else saver.newest
     if at_fault == 0:
         return "no learning rate is to blame, as nothing was trained: choose another model.dtype"
@@ -166,14 +156,3 @@ def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):
         return f"remove {folder / str(newest)}, and go on with --resume and a lower {lower}"
     return f"remove {folder}, and begin again with a lower {lower}"
-
-
-@contextmanager
-def _cure(run: SavedRun) -> Iterator[None]:
-    """Adds to an error about the newest step how to go on without it."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(
-            f"{error}; to go on from the step before it, remove {run.newest} and use --resume again"
-        ) from error

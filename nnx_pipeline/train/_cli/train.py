@@ -6,17 +6,10 @@ from typing import Any
 
 import click
 
-from nnx_pipeline.lab._cli.options import (
-    COUNT,
-    bundled,
-    config_of,
-    config_options,
-    json_option,
-    place_options,
-)
+from nnx_pipeline.lab._cli import options
+from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.values import Chosen, Place
-from nnx_pipeline.train._cli.options import Run, run_options
-from nnx_pipeline.train._cli.saving import Folder
+from nnx_pipeline.train._cli.saving import Folder, Run
 
 
 @click.command(
@@ -25,9 +18,32 @@ from nnx_pipeline.train._cli.saving import Folder
     epilog="Example: nnx-pipeline train --model tiny --set model.vocab_size=256 --steps 300 "
     "--data README.md --checkpoint-dir run --save-every 100",
 )
-@config_options()
-@place_options
-@run_options
+@options.config_options()
+@options.place_options
+@bundled(
+    "run",
+    Run,
+    click.option(
+        "--steps",
+        type=COUNT,
+        required=True,
+        help="Training steps, counted from the beginning also with --resume.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="Seed of the initial values and of the sequences.",
+    ),
+    click.option(
+        "--data",
+        multiple=True,
+        metavar="FILE",
+        help="Train on the bytes of a text file; may be repeated. The last tenth of each is held "
+        "out. Without it sequences are generated.",
+    ),
+)
 @bundled(
     "folder",
     Folder,
@@ -51,7 +67,7 @@ from nnx_pipeline.train._cli.saving import Folder
         "and --set train.learning_rate may be others than before.",
     ),
 )
-@json_option
+@options.json_option
 def train_command(
     chosen: Chosen, place: Place, run: Run, folder: Folder, json_path: str | None
 ) -> None:
@@ -60,7 +76,7 @@ def train_command(
     Of a text the loss on the held-out part is given, beside that of a bigram model, which knows of
     each byte how often every other one follows it.
     """
-    config = config_of(chosen)
+    config = options.config_of(chosen)
     config.check_mesh(place.mesh_config)
     from nnx_pipeline.config.config import to_dict
     from nnx_pipeline.lab._report.output import check_writable

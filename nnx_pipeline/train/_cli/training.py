@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from nnx_pipeline.config._counts import count_parameters
 from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.model import count_parameters
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.ops._router import RouterMetrics
-from nnx_pipeline.train._cli.options import Run
-from nnx_pipeline.train._cli.saving import Folder, Saver, way_on
+from nnx_pipeline.train._cli.saving import Folder, Run, Saver, way_on
 from nnx_pipeline.train._saved import Origin
 from nnx_pipeline.train._text import Texts, Windows, bigram_entropy, entropy_of, read_texts
 from nnx_pipeline.train.loop import MOST_WEIGHT, is_finite, largest_weight, train
@@ -30,21 +28,14 @@ from nnx_pipeline.train.step import Metrics, TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to.
-
-    - `first`: how many steps were done before it began.
-    - `losses`: of the steps that it did.
-    - `held_out`: the losses on the held-out text at its end, for JSON; None without a text.
-    - `router`: what the routers reported at the last step; None where no step was left to do.
-    """
+    """What a training came to, after the step `first`; `held_out` and `router` are for JSON."""
 
     first: int
     losses: list[float]
     held_out: dict[str, Any] | None
-    router: RouterMetrics | None
+    router: dict[str, Any] | None
 
     def words(self) -> str:
-        """The losses of the first and of the last step."""
         last = self.first + len(self.losses)
         if not self.losses:
             return f"at step {last} already, so that nothing was left to train"
@@ -54,13 +45,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Checks:
-    """What must hold of a state before it is saved.
-
-    - `mesh`: which the state is on.
-    - `texts`: None for generated sequences.
-    - `saver`: None where nothing is saved.
-    - `rate`: the learning rate, for the way to go on.
-    """
+    """What must hold of a state before it is saved."""
 
     mesh: Mesh
     texts: Texts | None
@@ -99,8 +84,7 @@ def train_and_save(
 ) -> Trained:
     """Trains and saves, with a progress bar on standard error.
 
-    Raises InputError for what does not fit together, and Failed at the first step that leaves
-    numbers with which no training can go on, before they are saved.
+    Raises Failed at the first step that leaves numbers with which no training can go on.
     """
     devices = place.devices()
     _check_memory(config, devices)
@@ -109,10 +93,7 @@ def train_and_save(
     asked = parse_overrides(chosen.assignments)
     losses: list[float] = []
     router = None
-    with (
-        folder.opened(config, origin, place.mesh_config.stage, asked) as saver,
-        compiler_errors(),
-    ):
+    with folder.opened(config, origin, place.mesh_config.stage, asked) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)
@@ -135,16 +116,13 @@ def train_and_save(
                     if saver is not None:
                         advance("saving", 0)
                         saver.save(state)
-    router = router if config.model.num_experts > 1 else None
-    return Trained(first, losses, _held_out(loss, texts, config), router)
+    reported = None
+    if router is not None and config.model.num_experts > 1:
+        reported = {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
+    return Trained(first, losses, _held_out(loss, texts, config), reported)
 
 
 def report(trained: Trained, title: str, about: dict[str, Any], json_path: str | None) -> None:
-    """Shows what a training came to.
-
-    - `title`: what was trained, on which mesh.
-    - `about`: the same for JSON.
-    """
     show(f"{title}: {trained.words()}", json_path=json_path)
     held_out = trained.held_out
     if held_out is not None:
@@ -153,22 +131,14 @@ def report(trained: Trained, title: str, about: dict[str, Any], json_path: str |
             f"{held_out['bigram_loss']:.4f}",
             json_path=json_path,
         )
-    result = {
-        "schema": 1,
-        **about,
-        "resumed_after": trained.first,
-        "losses": trained.losses,
-        "router": _of_router(trained.router),
-        "held_out": held_out,
-    }
-    emit_json(json_path, result)
+    about |= {"resumed_after": trained.first, "losses": trained.losses}
+    emit_json(json_path, {"schema": 1, **about, "router": trained.router, "held_out": held_out})
 
 
 def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
-    """Raises InputError where the devices together cannot hold what a training step is given.
+    """Raises InputError where the devices cannot hold the weights, their moments and the batch.
 
-    These are the weights, the two moments of each, and the batch. Whether the step itself fits
-    besides is not known before it is compiled.
+    Whether the step itself fits besides is not known before it is compiled.
     """
     parameters, train = count_parameters(config.model).total, config.train
     of_model = 3 * parameters * jnp.dtype(config.model.param_dtype).itemsize
@@ -189,7 +159,6 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
 
 
 def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[str, Any] | None:
-    """The losses of the model and of a bigram model on the held-out text, for JSON."""
     if texts is None:
         return None
     length = config.train.sequence_length
@@ -199,9 +168,3 @@ def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[s
         "bytes": len(texts.held_out),
         "training_bytes": len(texts.training),
     }
-
-
-def _of_router(router: RouterMetrics | None) -> dict[str, object] | None:
-    if router is None:
-        return None
-    return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
