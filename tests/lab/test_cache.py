@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("package", "changed"),
     [
-        *((name, "cpu tpu cuda") for name in ("jax", "jaxlib", "flax", "optax", "numpy")),
+        *((name, "cpu tpu cuda") for name in ("jax", "jaxlib", "flax", "optax", "numpy", "qwix")),
         ("libtpu", "tpu"),
         *((name, "cuda") for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
         *((name, "cuda") for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")),
@@ -113,6 +114,19 @@ def test_a_package_changes_keys_of_the_platforms_that_use_it(
     after = [entry_key(platform, PROGRAM) for platform in PLATFORMS]
     kinds = [one.kind for one, a, b in zip(PLATFORMS, before, after, strict=True) if a != b]
     assert kinds == changed.split()
+
+
+def test_packages_that_models_import_are_part_of_the_key() -> None:
+    """Those of extras too: another version of Qwix rounds in another way."""
+    folders = ("config", "modules", "ops", "pipeline", "sharding", "train")
+    files = [path for name in folders for path in (cache_key.ROOT / name).rglob("*.py")]
+    words = r"(?m)^\s*(?:import|from) (\w+)(?:[.\w]*$| |[.\w]* import )"
+    imported = {name for path in files for name in re.findall(words, path.read_text("utf-8"))}
+    names = {one: found[0] for one, found in importlib.metadata.packages_distributions().items()}
+    others = {"click", "jaxtyping", "matplotlib", "nnx-pipeline", "rich"}  # decide no program
+    needed = {names[one] for one in imported & names.keys()} - others
+    assert "qwix" in needed
+    assert needed <= set(cache_key.PACKAGES[""])
 
 
 # Each step is what a process may have done before it asks for a key.

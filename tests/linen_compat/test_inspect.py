@@ -1,6 +1,7 @@
 """`linen-compat inspect` finds layout and leaves from the metadata of a checkpoint."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,24 @@ def test_a_step_with_several_items_is_not_chosen_from(tmp_path):
     assert inspect(tmp_path / "run/7/params").layout.num_layers == 5  # the cure
     with pytest.raises(InputError, match=r"moments has no parameters .*it holds mu; give"):
         inspect(tmp_path / "run/7/moments")
+
+
+def test_steps_with_a_prefix_are_named_and_not_chosen_from(tmp_path):
+    params = {"decoder": LAYOUTS["scanned"][0], "token_embedder": {"embedding": jnp.zeros((16, 4))}}
+    run, options = tmp_path / "run", ocp.CheckpointManagerOptions(step_prefix="step")
+    with ocp.CheckpointManager(run, options=options) as manager:
+        for step in (2, 10):
+            manager.save(step, args=ocp.args.StandardSave({"params": params}))
+    with pytest.raises(InputError, match=r"it holds step_2, step_10; give one, such as (.*)") as no:
+        inspect(run)
+    cure = re.search(r"such as (.*)", str(no.value))[1]
+    assert inspect(cure).items == run / "step_10/default"
+    for step in (2, 10):
+        (run / f"step_{step}").rename(run / f"step_{step}.orbax-checkpoint-tmp-{step}")
+    with pytest.raises(
+        InputError, match=r"has not finished step_10\.orbax-checkpoint-tmp-10, step_2"
+    ):
+        inspect(run)
 
 
 @pytest.mark.parametrize("below", [None, "model"])

@@ -110,6 +110,7 @@ class Inspection:
         return {PARAMETERS: self.parameters, **self.moments}
 
 
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what Orbax writes, until it is whole
 # Where the state of an optimizer is, and the end of a path that names its parameter.
 _OPTIMIZER = re.compile("(?:opt_state|optimizer)/")
 _OF_PARAMETER = re.compile(
@@ -164,6 +165,14 @@ def find_items(checkpoint: str | Path) -> Path:
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
             "linen_compat.load, linen-compat check and linen-compat convert do"
         )
+    deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
+    unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
+    # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.
+    if finished := sorted(deeper - unfinished, key=lambda one: (len(one.name), one.name)):
+        cure = f"it holds {_some([one.name for one in finished])}; give one, such as {finished[-1]}"
+    elif unfinished:
+        names = sorted(child.name for child in unfinished)
+        cure = f"Orbax has not finished {_some(names)}; save it again"
     raise InputError(
         f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in a folder in it, or in a "
         f"step); {cure}"
@@ -187,7 +196,7 @@ def _items_in(folder: Path) -> Path | None:
     for place in (folder / "items", folder):
         if _has_metadata(place):
             return place
-    finished = (child for child in folder.iterdir() if ".orbax-checkpoint-tmp" not in child.name)
+    finished = (child for child in folder.iterdir() if _UNFINISHED not in child.name)
     inside = sorted(child for child in finished if _has_metadata(child))
     if len(inside) > 1:
         names = ", ".join(child.name for child in inside)

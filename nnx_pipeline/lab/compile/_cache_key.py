@@ -19,7 +19,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 # The packages that decide a compile: on every platform under "", and on one kind of platform alone.
 # Installing or setting up another compiler in the same process must not change a key.
 PACKAGES = {
-    "": ("jax", "jaxlib", "flax", "optax", "numpy"),
+    "": ("jax", "jaxlib", "flax", "optax", "numpy", "qwix"),
     "tpu": ("libtpu",),
     "cuda": (
         *("jax-cuda13-plugin", "jax-cuda13-pjrt"),
