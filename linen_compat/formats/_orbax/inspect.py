@@ -177,12 +177,13 @@ def existing_folder(checkpoint: str | Path) -> Path:
     return folder
 
 
-def find_items(checkpoint: str | Path) -> Path:
+def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
     """The folder that holds the arrays of a checkpoint.
 
     - `checkpoint`: a run, of which the latest step is taken, one step, or the folder of the arrays
       itself. A step has its arrays in the step folder, in `items`, or in the only other folder with
       arrays, such as `default` or `state`.
+    - `resuming`: whether an error about the latest step says how a training goes on without it.
 
     Names alone decide which step is the latest; an earlier one is never taken instead.
 
@@ -193,7 +194,7 @@ def find_items(checkpoint: str | Path) -> Path:
     folder = existing_folder(checkpoint).absolute()
     steps = _steps(folder)
     if steps:
-        return _items_of_latest(steps)
+        return _items_of_latest(steps, resuming)
     try:
         if found := _items_in(folder):
             return found
@@ -261,15 +262,17 @@ def _steps(run: Path) -> list[Path]:
     return sorted(steps, key=lambda step: int(step.name))
 
 
-def _items_of_latest(steps: list[Path]) -> Path:
+def _items_of_latest(steps: list[Path], resuming: bool) -> Path:
     """The folder with the arrays of the last step; raises Mismatch where it cannot be read."""
     step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
     example = f", such as {earlier[-1]}" if earlier else ""
     give = f"give another step by its name{example}"
+    if resuming:
+        give = f"remove {step}, and {'go on with --resume' if steps[1:] else 'begin again'}"
     if len(steps) - len(earlier) > 1:  # such as 7 and 007
         raise Mismatch(
             f"{steps[-2]} and {step} are both step {int(step.name)}, the latest step; "
-            "give the folder of one of them"
+            f"{give if resuming else 'give the folder of one of them'}"
         )
     if not step.is_dir():
         kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"
