@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,12 +101,12 @@ class Cache:
 
 
 def _age_and_size(path: Path) -> tuple[float, int, Path] | None:
-    """Time of last change, bytes and path; None if another process has just removed the file."""
+    """Time of last change, bytes and path; None of a folder, and of what has just been removed."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return None
-    return found.st_mtime, found.st_size, path
+    return None if stat.S_ISDIR(found.st_mode) else (found.st_mtime, found.st_size, path)
 
 
 def _hash(value: object) -> str:
