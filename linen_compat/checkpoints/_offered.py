@@ -71,7 +71,7 @@ def saved_run(folder: str | Path) -> SavedRun | None:
     run = local(folder)
     if not str(folder) or not runs.has_steps(run):
         return None
-    return SavedRun(find_items(run).parent, _config(run), _origin(run))
+    return SavedRun(find_items(run, resuming=True).parent, _config(run), _origin(run))
 
 
 def _config(run: Path) -> Config:

@@ -351,10 +351,13 @@ def test_the_first_write_removes_what_is_old_and_nothing_else(tmp_path: Path) ->
     for path in (old, young, torn, foreign):
         path.write_text("x")
     long_ago = time.time() - (LONGEST_DAYS + 1) * 86_400
-    for path in (old, torn, foreign):
+    folder = tmp_path / f"{'3' * 64}.json"
+    folder.mkdir()
+    for path in (old, torn, foreign, folder):
         os.utime(path, (long_ago, long_ago))
-    Cache(tmp_path).put(KEY, 1)
-    assert {path.name for path in tmp_path.iterdir()} == {young.name, foreign.name, f"{KEY}.json"}
+    Cache(tmp_path, warn=pytest.fail).put(KEY, 1)
+    kept = {young.name, foreign.name, folder.name, f"{KEY}.json"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_the_oldest_go_where_there_is_too_much(

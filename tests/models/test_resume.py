@@ -312,6 +312,24 @@ def test_a_step_in_the_folder_of_another_number(saved: Path, tmp_path: Path, run
     assert run("train", *SETTINGS, "--steps", 3, "--checkpoint-dir", folder, "--resume").code == 0
 
 
+@pytest.mark.parametrize("only", [False, True])
+def test_the_cure_for_a_newest_step_that_is_empty(
+    saved: Path, tmp_path: Path, run: Run, only: bool
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    (folder / "7").mkdir()
+    for step in ("0", "3") if only else ():
+        shutil.rmtree(folder / step)
+    words = ("train", *SETTINGS, "--steps", 4, "--checkpoint-dir", folder)
+    ended = run(*words, "--resume")
+    cure = f"remove {folder}/7, and {'begin again' if only else 'go on with --resume'}\n"
+    assert (ended.code, cure in ended.err) == (2, True), ended.err
+    (folder / "7").rmdir()
+    ended = run(*words, *() if only else ("--resume",))
+    assert ended.code == 0, ended.err
+
+
 def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path: Path) -> None:
     folder, mesh = tmp_path / "run", mesh_of("")
     shutil.copytree(saved, folder)

@@ -138,8 +138,9 @@ def existing_folder(checkpoint: str | Path) -> Path:
     return folder
 
 
-def find_items(checkpoint: str | Path) -> Path:
+def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
     """The folder that holds the arrays of a checkpoint: a run, a step, or that folder itself.
+    With `resuming` an error about the latest step says how a training goes on without it.
 
     Names alone decide which step of a run is the latest; an earlier one is never taken instead.
     Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
@@ -147,7 +148,7 @@ def find_items(checkpoint: str | Path) -> Path:
     """
     folder = existing_folder(checkpoint).absolute()
     if steps := _steps(folder):
-        return _items_of_latest(steps)
+        return _items_of_latest(steps, resuming)
     try:
         if found := _items_in(folder):
             return found
@@ -215,15 +216,17 @@ def _steps(run: Path) -> list[Path]:
     return sorted(steps, key=lambda step: int(step.name))
 
 
-def _items_of_latest(steps: list[Path]) -> Path:
+def _items_of_latest(steps: list[Path], resuming: bool) -> Path:
     """The folder with the arrays of the last step; Mismatch where it cannot be read."""
     step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
     example = f", such as {earlier[-1]}" if earlier else ""
     give = f"give another step by its name{example}"
+    if resuming:
+        give = f"remove {step}, and {'go on with --resume' if steps[1:] else 'begin again'}"
     if len(steps) - len(earlier) > 1:  # such as 7 and 007
         raise Mismatch(
             f"{steps[-2]} and {step} are both step {int(step.name)}, the latest step; "
-            "give the folder of one of them"
+            f"{give if resuming else 'give the folder of one of them'}"
         )
     if not step.is_dir():
         kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"

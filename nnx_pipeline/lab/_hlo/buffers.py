@@ -108,6 +108,8 @@ def read_buffers(text: str) -> BufferText:
             pattern = _ALLOCATION
         elif line.startswith(" value:"):
             pattern = _VALUE
+        if pattern is None:  # a section under another name
+            pattern = next((one for one in (_POSITION, _RANGE) if one.match(line)), None)
         if pattern is None:
             continue
         found = pattern.match(line)

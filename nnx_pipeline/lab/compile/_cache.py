@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import time
 import types
 import typing
@@ -109,12 +110,12 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _age_and_size(path: Path) -> tuple[float, int, Path] | None:
-    """Time of last change, bytes and path; None if another process has just removed the file."""
+    """Time of last change, bytes and path; None of a folder, and of what has just been removed."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return None
-    return found.st_mtime, found.st_size, path
+    return None if stat.S_ISDIR(found.st_mode) else (found.st_mtime, found.st_size, path)
 
 
 def _hash(value: object) -> str:
