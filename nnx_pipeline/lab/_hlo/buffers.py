@@ -108,20 +108,15 @@ def read_buffers(text: str) -> BufferText:
             pattern = _ALLOCATION
         elif line.startswith(" value:"):
             pattern = _VALUE
-        if pattern is None:  # a section under another name
-            pattern = next((one for one in (_POSITION, _RANGE) if one.match(line)), None)
-        if pattern is None:
-            continue
-        found = pattern.match(line)
-        if found is None:
+        if pattern and not pattern.match(line):
             raise ValueError(f"line {number} of the buffer assignment: not understood: {line!r}")
-        if pattern is _ALLOCATION:
+        if found := _ALLOCATION.match(line):
             blocks.append((found, []))
-        elif pattern is _VALUE and blocks:
+        elif blocks and (found := _VALUE.match(line)):
             blocks[-1][1].append(found)
-        elif pattern is _POSITION:
+        elif found := _POSITION.match(line):
             schedule[int(found[1])] = found[2]
-        elif pattern is _RANGE:
+        elif found := _RANGE.match(line):
             ranges[found[1], found[2]] = int(found[3]), int(found[4])
     if not blocks:
         raise ValueError(f"no allocation in a text that begins with {text[:60]!r}")
