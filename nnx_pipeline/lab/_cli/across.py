@@ -157,7 +157,6 @@ def execute(
     say: Progress = lambda line: None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Runs a process to its end; returns its exit status and its standard error."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

@@ -275,6 +275,6 @@ def lint_command(
     from nnx_pipeline.lab._report.output import check_writable
 
     check_writable(json_path, "--json")
-    from nnx_pipeline.lab._cli.measuring import run_lint
+    from nnx_pipeline.lab._cli.linting import run_lint
 
     run_lint(subject, mesh_config, sizes, json_path)

@@ -1,11 +1,8 @@
-"""What the commands `measure`, `memory`, `compare` and `lint` do."""
-
-from __future__ import annotations
+"""What the commands `measure`, `memory` and `compare` do."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
@@ -25,11 +22,7 @@ from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.mesh import MeshConfig
-
-if TYPE_CHECKING:
-    from nnx_pipeline.lab.lint import Limits
 
 
 def measured(
@@ -125,29 +118,3 @@ def run_compare(
     if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         # Both kinds of matrix products may fail for the same reason, which is then given once.
         raise Failed("; ".join(dict.fromkeys(failed)))
-
-
-def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
-    from nnx_pipeline.lab.lint import lint
-    from nnx_pipeline.lab.lint._report import findings_view
-
-    # 1 means findings, so that a function that cannot be traced ends with 2.
-    with progress() as say, compiler_errors(InputError):
-        say("tracing")
-        if subject.config is None:
-            # Linting only traces, so virtual CPU devices can stand for any others.
-            grid, arguments = subject.inputs.on(mesh, Platform("cpu"))
-            findings = lint(find_function(subject.name), *arguments, mesh=grid, limits=limits)
-        else:
-            findings = presets().lint_config(subject.config, mesh, limits)
-    show(findings_view(subject.title(mesh), findings), json_path=json_path)
-    linted: dict[str, object] = {"schema": 1, "mesh": mesh.sizes()}
-    if subject.config is None:
-        linted["function"] = subject.name
-    else:
-        linted["config"] = presets().to_dict(subject.config)
-    linted["limits"] = {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot}
-    linted["findings"] = [finding.to_json() for finding in findings]
-    emit_json(json_path, linted)
-    if findings:
-        raise Failed(counted(len(findings), "finding"))

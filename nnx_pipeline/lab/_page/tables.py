@@ -81,7 +81,6 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
 
 
 def _named(role: str, name: str = "") -> Content:
-    """A small square in the colour of a role, and its name."""
     colour = f"background:{figures.ROLE_COLOURS[role]}"
     return [element("span", class_="swatch", style=colour, aria_hidden="true"), name or role]
 

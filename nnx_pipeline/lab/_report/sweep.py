@@ -45,7 +45,6 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
 
 
 def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -> Columns:
-    """One line per program, then slopes; columns without any known figure are left out."""
     rows = [_figures(point) for point in points.values()]
     known = [at for at in range(len(COLUMNS)) if any(row[at] != DASH for row in rows)]
     heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
