@@ -23,6 +23,8 @@ from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.sharding import layout as layouts
 from nnx_pipeline.sharding.layout import P, Variable, place, place_by
 
+MOST_TOKENS = 2**24  # of a sequence: more than any model reads, and caches that still compile
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -69,10 +71,13 @@ class Request:
                     f"{vocab_size - 1} (model.vocab_size={vocab_size})"
                 )
         total = self.length + self.new_tokens
-        if longest is not None and total > longest:
+        most = MOST_TOKENS if longest is None else min(longest, MOST_TOKENS)
+        if total > most:
+            whose = "caches are made" if most != longest else "the model was made"
             raise InputError(
                 f"a prompt of {counted(self.length, 'token')} and {self.new_tokens} new ones are "
-                f"{total}, and the model was made for {longest} (model.max_position_embeddings); "
+                f"{total}, and {whose} for {most}"
+                f"{' (model.max_position_embeddings)' if most == longest else ''}; "
                 "shorten the prompt, or ask for fewer new tokens"
             )
 

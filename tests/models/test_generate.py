@@ -233,6 +233,10 @@ def test_a_low_temperature_draws_the_likeliest() -> None:
         (lambda: generate_with(prompts=((1, 32),)), "token 32 is not in the model's vocabulary"),
         (lambda: generate_with(end_tokens=(40,)), "token 40 is not in the model's vocabulary"),
         (lambda: generate_with({"max_position_embeddings": 7}), "a prompt of 2 tokens and 6 new"),
+        (
+            lambda: generate_with(new_tokens=10**9),
+            "are 1000000002, and caches are made for 16777216",
+        ),
         (lambda: generate_with({"experts": "capacity"}), "model.experts='capacity' drops tokens"),
         (lambda: call_cached({"segment_ids": jnp.ones((1, 4), int)}), "called with segment ids"),
         (lambda: call_cached({"positions": jnp.zeros((1, 4), int)}), "positions of 4 tokens"),
