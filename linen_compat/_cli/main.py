@@ -41,7 +41,7 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
 
 
 @cli.command(
-    short_help="Say what a model would take from one.",
+    short_help="Check that a checkpoint fits a model.",
     epilog="Example: linen-compat check runs/mixtral/checkpoints --config mixtral.yml",
 )
 @click.argument("checkpoint", metavar="CKPT")
@@ -140,7 +140,7 @@ target_options = bundled(
 
 
 @cli.command(
-    short_help="Write it in another format.",
+    short_help="Write a checkpoint in another format.",
     epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
     "--stages 4 --repeats 2",
 )

@@ -26,7 +26,7 @@ class Chosen:
 
 
 @click.command(
-    short_help="Measure what the other style costs.",
+    short_help="Compare the cost of NNX and Linen layers.",
     epilog="Example: linen-compat overhead --layers 8 --loop scan --picture price.svg",
 )
 @bundled(
