@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from helpers import commands_of
 
-from linen_compat._cli.main import cli as linen_compat
+from linen_compat._cli.main import commands as linen_compat
 from nnx_pipeline.lab._cli.main import cli as nnx_pipeline
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"

@@ -19,11 +19,11 @@ from nnx_pipeline.lab.errors import InputError
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="nnx-pipeline")
-def cli() -> None:
+def commands() -> None:
     """Inspect, check and convert MaxText and Hugging Face checkpoints; measure wrapper cost."""
 
 
-@cli.command(
+@commands.command(
     "inspect",
     short_help="Show the tree of a checkpoint.",
     epilog="Example: linen-compat inspect runs/mixtral/checkpoints",
@@ -40,7 +40,8 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     run_inspect(checkpoint, json_path)
 
 
-@cli.command(
+@commands.command(
+    "check",
     short_help="Check that a checkpoint fits a model.",
     epilog="Example: linen-compat check runs/mixtral/checkpoints --config mixtral.yml",
 )
@@ -59,7 +60,7 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
 )
 @click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
-def check(
+def check_checkpoint(
     checkpoint: str,
     config_name: str,
     read: bool,
@@ -84,7 +85,7 @@ FORMATS = "maxtext:unscanned, maxtext:scanned, maxtext:pipelined, nnx, huggingfa
 
 
 @dataclass(frozen=True)
-class Source:
+class ConvertedFrom:
     """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`."""
 
     checkpoint: str
@@ -94,7 +95,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Target:
+class ConvertedTo:
     """The checkpoint to write, as given by DST, `--to`, `--stages` and `--repeats`."""
 
     path: str
@@ -105,7 +106,7 @@ class Target:
 
 source_options = bundled(
     "source",
-    Source,
+    ConvertedFrom,
     click.argument("checkpoint", metavar="SRC"),
     click.option(
         "--from",
@@ -125,7 +126,7 @@ source_options = bundled(
 
 target_options = bundled(
     "target",
-    Target,
+    ConvertedTo,
     click.argument("path", metavar="DST"),
     click.option(
         "--to", "format", required=True, metavar="FORMAT", help=f"The format of DST: {FORMATS}."
@@ -139,7 +140,7 @@ target_options = bundled(
 )
 
 
-@cli.command(
+@commands.command(
     short_help="Write a checkpoint in another format.",
     epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
     "--stages 4 --repeats 2",
@@ -147,7 +148,7 @@ target_options = bundled(
 @source_options
 @target_options
 @click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")
-def convert(source: Source, target: Target, allow_nan: bool) -> None:
+def convert(source: ConvertedFrom, target: ConvertedTo, allow_nan: bool) -> None:
     """Write a checkpoint in another format or layout, one array at a time.
 
     DST must be a new name or an empty folder. It is filled under a temporary name, and gets its own
@@ -160,9 +161,9 @@ def convert(source: Source, target: Target, allow_nan: bool) -> None:
     run_convert(opened, To(**vars(target)), source.config_name, keep_nan=allow_nan)
 
 
-cli.add_command(overhead)
+commands.add_command(overhead)
 
-main = main_of(cli, "linen-compat")
+main = main_of(commands, "linen-compat")
 
 if __name__ == "__main__":
     main()

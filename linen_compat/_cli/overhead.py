@@ -17,7 +17,7 @@ READ = ("train.global_batch", "train.sequence_length")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenLayers:
     """The model to measure, as given by `--model`, `--set` and `--layers`."""
 
     model: str
@@ -31,7 +31,7 @@ class Chosen:
 )
 @bundled(
     "chosen",
-    Chosen,
+    ChosenLayers,
     click.option(
         "--model",
         default="tiny",
@@ -66,7 +66,7 @@ class Chosen:
 @click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def overhead(
-    chosen: Chosen,
+    chosen: ChosenLayers,
     loops: tuple[str, ...],
     repetitions: int,
     picture_path: str | None,
@@ -107,7 +107,7 @@ def overhead(
         raise Failed(f"{first.arm} could not be measured in {first.loop}: {first.error}")
 
 
-def configured(chosen: Chosen) -> Config:
+def configured(chosen: ChosenLayers) -> Config:
     """The config of the preset with its overrides, on each of which a figure must depend."""
     model, layers = chosen.model, chosen.layers
     overrides = parse_overrides(chosen.assignments)

@@ -25,7 +25,7 @@ MakeLayer = Callable[[Array], Boxed]
 _DENSE = "dense_layers"
 
 
-class StackedLayers(nnx.Module):
+class LinenStack(nnx.Module):
     """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
 
     `weights` are `[repeats, stages, layers per stage, …]`, or before the pipeline `[layers, …]`,
@@ -89,7 +89,7 @@ class StageTree:
             return layers[0]
         return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
-    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> StackedLayers:
+    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> LinenStack:
         """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
         Where a stage has several layers, stacking copies them.
@@ -105,7 +105,7 @@ class StageTree:
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
             f"with {counted(per_stage, 'layer')} per stage, as the mesh and the config ask for"
         )
-        check_shapes(found, want, cure=cure)
+        check_stacked_shapes(found, want, cure=cure)
 
         def stack(path: str) -> Array:
             # The loop wants an axis of repeats in any case.
@@ -138,7 +138,7 @@ class EarlyTree:
         make = self._make_layer if self.apart else self._make
         return [module.param(name, make, unbox=False) for name in names]
 
-    def stacked(self, trees: list[Boxed]) -> StackedLayers:
+    def stacked(self, trees: list[Boxed]) -> LinenStack:
         """The layers as one callable module with parameters `[layers, …]`."""
         one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
         number, want = self.model.num_dense_layers, {}
@@ -148,7 +148,7 @@ class EarlyTree:
         found = [unboxed_leaves(tree) for tree in trees]
         cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
         for layer in found:
-            check_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
+            check_stacked_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
 
         def stack(path: str) -> Array:
             leaves = [layer[path] for layer in found]
@@ -207,7 +207,7 @@ def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
     return {path: unboxed(leaf) for path, leaf in leaves_of(tree).items()}
 
 
-def check_shapes(
+def check_stacked_shapes(
     found: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
 ) -> None:
     """Raises InputError for a parameter that is missing, unknown or of another shape.
@@ -228,7 +228,7 @@ def check_shapes(
 
 def stacked_layers(
     module: nn.Module, one: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
-) -> StackedLayers:
+) -> LinenStack:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
     `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
@@ -239,7 +239,7 @@ def stacked_layers(
         axes = (*leading, *axes_of_box(one[path]))
         value = sharded_by(stack(path), layout.spec(*axes))
         weights.append(nnx.Param(value, logical_axes=axes))
-    return StackedLayers(module, paths, weights)
+    return LinenStack(module, paths, weights)
 
 
 def axes_of_box(leaf: PyTree) -> Names:

@@ -9,7 +9,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from linen_compat.modules._stacked import Boxed, StackedLayers, StageTree, parameters_of
+from linen_compat.modules._stacked import Boxed, LinenStack, StageTree, parameters_of
 from linen_compat.modules.parameters import Configured
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.pipeline._runner import Runner, make_runner
@@ -105,7 +105,7 @@ class CircularPipeline(Configured):
     @nn.compact
     def _layers(
         self, batch: int, row: tuple[int, ...], dtype: DTypeLike | None, side: Side
-    ) -> StackedLayers:
+    ) -> LinenStack:
         """The stacked layers, which are made now under `init`.
 
         `row` is the shape of one sequence of activations; `side` is what a layer reads besides.

@@ -56,7 +56,7 @@ def compare_arms(
 
 
 def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: float) -> Numerics:
-    a, b = (values_of(program, mesh) for program in programs)
+    a, b = (arm_values(program, mesh) for program in programs)
     pipelines = dict.fromkeys(_pipeline(program.config) for program in programs)
     return dataclasses.replace(
         compare_values(a, b, tolerance), mesh=str(mesh), pipeline=" and ".join(pipelines)
@@ -64,7 +64,7 @@ def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: fl
 
 
 @functools.lru_cache(maxsize=64)
-def values_of(program: Program, mesh: MeshConfig) -> Values:
+def arm_values(program: Program, mesh: MeshConfig) -> Values:
     """What a program computes; remembered, because many experiments have an arm in common."""
     return of_programs.numbers(program, mesh, jax.devices("cpu"))
 

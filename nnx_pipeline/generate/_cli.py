@@ -36,7 +36,7 @@ class Stored:
             raise InputError("--config and --model name one config each; leave one of them out")
         config = offered.stored_config(self.checkpoint)  # first: a missing checkpoint is named
         if chosen.model is not None:
-            preset: Config = options.config_of(chosen)
+            preset: Config = options.chosen_config(chosen)
             return preset
         if self.config_name is not None:
             config = offered.read_config(self.config_name, self.checkpoint)

@@ -99,7 +99,7 @@ def test_claims_that_another_command_measures() -> None:
     for command, _ in ELSEWHERE.values():
         tool, name = command.split()
         assert tool == "linen-compat"
-        assert name in linen_compat_cli.cli.commands
+        assert name in linen_compat_cli.commands.commands
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -430,7 +430,7 @@ COMMANDS = {
     "convert": ("{SRC}", "{DST}", "--to", "nnx"),
     "overhead": (),
 }
-NAMED = {**commands_of(nnx_main.cli), **commands_of(linen_main.cli)}
+NAMED = {**commands_of(nnx_main.cli), **commands_of(linen_main.commands)}
 PLACES = {"CKPT": str(LLAMA), "SRC": str(LLAMA), "DST": "out"}
 
 

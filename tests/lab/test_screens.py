@@ -12,7 +12,7 @@ from helpers import Run, commands_of, in_a_process
 from page_examples import TIME, attribution, measurement, outcome
 from rich.console import Console, RenderableType
 
-from linen_compat._cli.main import cli as linen_compat
+from linen_compat._cli.main import commands as linen_compat
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.experiments._advice import ADVICE
 from nnx_pipeline.experiments._registry import EXPERIMENTS

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from linen_compat._cli.overhead import Chosen, configured
+from linen_compat._cli.overhead import ChosenLayers, configured
 from linen_compat._overhead import LOOPS
 from linen_compat._overhead import arms as overhead_arms
 from linen_compat._overhead.arms import ARMS, Style, make_program
@@ -152,8 +152,8 @@ def test_bad_input_ends_in_one_line(capsys, tmp_path: Path) -> None:
 
 
 def test_layers_that_need_no_pipeline_may_be_odd() -> None:
-    check_loops(configured(Chosen("tiny", (), 7)), ("scan",))
-    assert configured(Chosen("tiny", ("train.sequence_length=6",), 3)).model.num_layers == 3
+    check_loops(configured(ChosenLayers("tiny", (), 7)), ("scan",))
+    assert configured(ChosenLayers("tiny", ("train.sequence_length=6",), 3)).model.num_layers == 3
     with pytest.raises(InputError, match="loop='scam' is not known; did you mean 'scan'"):
         check_loops(CONFIG, ("scam",))
 

@@ -10,7 +10,7 @@ from nnx_pipeline.experiments._cli.sweep import run_sweep
 from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.experiments._run import compare_steps, run_experiments
 from nnx_pipeline.lab import _ending as ending
-from nnx_pipeline.lab._cli.options import check_alone, config_of, is_given
+from nnx_pipeline.lab._cli.options import check_alone, chosen_config, is_given
 from nnx_pipeline.lab._cli.outputs import Outputs
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
@@ -88,7 +88,7 @@ def _compare_steps(
     steps: Sequence[Chosen], target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     """Compares the steps of two presets, or one step with two settings."""
-    one, other = config_of(steps[0]), config_of(steps[-1])
+    one, other = chosen_config(steps[0]), chosen_config(steps[-1])
     mesh, pairs = target.mesh_config, target.pairs()
     labels = target.labels if len(steps) == 1 else (str(steps[0].model), str(steps[1].model))
     with progress() as say, compiler_errors():
@@ -105,7 +105,7 @@ def _compare_steps(
 def _run_experiments(
     names: Sequence[str], chosen: Chosen, target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
-    experiments, config, mesh = choose(names), config_of(chosen), target.mesh_config
+    experiments, config, mesh = choose(names), chosen_config(chosen), target.mesh_config
     given = parse_overrides(chosen.assignments)
     with progress() as say, compiler_errors():
         found = [

@@ -12,7 +12,7 @@ from nnx_pipeline.lab._cli import completion, options
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
-    Inputs,
+    GivenArguments,
     OfSubject,
     inputs_options,
     is_function,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @options.written_options
 def measure_command(
     name: str | None,
-    inputs: Inputs,
+    inputs: GivenArguments,
     chosen: Chosen,
     target: Target,
     across: str | None,
@@ -95,7 +95,7 @@ def measure_command(
 @options.report_options
 def compare_command(
     names: tuple[str, ...],
-    inputs: Inputs,
+    inputs: GivenArguments,
     chosen: Chosen,
     target: TwoArms,
     measuring: Measuring,
@@ -169,7 +169,12 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
 )
 @options.report_options
 def memory_command(
-    name: str | None, inputs: Inputs, chosen: Chosen, target: Target, top: int, outputs: Outputs
+    name: str | None,
+    inputs: GivenArguments,
+    chosen: Chosen,
+    target: Target,
+    top: int,
+    outputs: Outputs,
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
@@ -239,7 +244,7 @@ class LimitsInMB:
 @options.json_option
 def lint_command(
     name: str | None,
-    inputs: Inputs,
+    inputs: GivenArguments,
     chosen: Chosen,
     mesh: str,
     limits: LimitsInMB,

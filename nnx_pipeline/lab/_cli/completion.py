@@ -15,7 +15,7 @@ _TPUS, _GPUS = ("tpu:v5p:2x2x2", "tpu:v5e:2x4", "tpu:v6e:2x4"), ("cuda:h100:8", 
 PLATFORMS = ("cpu", "local", *_TPUS, *_GPUS)
 
 
-def one_of(names: Callable[[], Iterable[str]]) -> Complete:
+def choice_among(names: Callable[[], Iterable[str]]) -> Complete:
     def complete(
         context: click.Context, parameter: click.Parameter, word: str
     ) -> list[CompletionItem]:
@@ -35,7 +35,7 @@ def axes(context: click.Context, parameter: click.Parameter, word: str) -> list[
     ]
 
 
-presets = one_of(lambda: offered().names())
-compared = one_of(lambda: [*offered().names(), *offered().experiments(), "all"])
-platforms = one_of(lambda: PLATFORMS)
-fields = one_of(lambda: [f"{key}=" for key in offered().fields()])
+presets = choice_among(lambda: offered().names())
+compared = choice_among(lambda: [*offered().names(), *offered().experiments(), "all"])
+platforms = choice_among(lambda: PLATFORMS)
+fields = choice_among(lambda: [f"{key}=" for key in offered().fields()])

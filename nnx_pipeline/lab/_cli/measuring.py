@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
-from nnx_pipeline.lab._cli.subject import Inputs, Subject
+from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import TwoArms
 from nnx_pipeline.lab._files import write_text
@@ -98,7 +98,7 @@ def _with_buffers(result: Measurement) -> Attribution:
 
 def run_compare(
     names: tuple[str, str],
-    inputs: Inputs,
+    inputs: GivenArguments,
     target: TwoArms,
     pairs: Sequence[tuple[Platform, Platform]],
     outputs: Outputs,

@@ -108,7 +108,7 @@ def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[
     )
 
 
-def config_of(chosen: Chosen) -> Any:
+def chosen_config(chosen: Chosen) -> Any:
     return presets().config_of(str(chosen.model), chosen.assignments)
 
 

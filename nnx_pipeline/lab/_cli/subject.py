@@ -24,7 +24,7 @@ WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class GivenArguments:
     inputs: str | None
     arguments: tuple[str, ...]
 
@@ -44,7 +44,7 @@ class Inputs:
 
 inputs_options = bundled(
     "inputs",
-    Inputs,
+    GivenArguments,
     click.option(
         "--inputs",
         metavar="MODULE:FUNCTION",
@@ -66,7 +66,7 @@ class Subject:
 
     name: str
     assignments: tuple[str, ...]
-    inputs: Inputs
+    inputs: GivenArguments
     config: Any
 
     def words(self) -> list[str]:
@@ -82,7 +82,9 @@ def is_function(name: str) -> bool:
     return ":" in name
 
 
-def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
+def subject_of(
+    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: MeshConfig
+) -> Subject:
     """What to measure, by `name` or by `--model`; raises InputError for options without use."""
     if (name is None) == (chosen.model is None):
         count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"

@@ -20,7 +20,7 @@ from nnx_pipeline.lab.lint._rules_remat import remat_policies
 from nnx_pipeline.lab.lint.finding import Finding, Limits, Severity
 
 
-class Rule(NamedTuple):
+class LintRule(NamedTuple):
     """A rule, how severe its findings are, and the field of `Limits` with its smallest size."""
 
     find: Callable[[LintedProgram, float], Iterator[Waste]]
@@ -29,12 +29,12 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "parameter-in-loop": Rule(parameters_in_loops),
-    "remat-policy": Rule(remat_policies),
-    "hidden-upcast": Rule(hidden_upcasts),
-    "one-hot": Rule(one_hot_arrays, limit="one_hot"),
-    "gradient-per-microbatch": Rule(gradients_per_microbatch),
-    "trivial-constraint": Rule(trivial_constraints, "advice"),
+    "parameter-in-loop": LintRule(parameters_in_loops),
+    "remat-policy": LintRule(remat_policies),
+    "hidden-upcast": LintRule(hidden_upcasts),
+    "one-hot": LintRule(one_hot_arrays, limit="one_hot"),
+    "gradient-per-microbatch": LintRule(gradients_per_microbatch),
+    "trivial-constraint": LintRule(trivial_constraints, "advice"),
 }
 
 

@@ -76,7 +76,7 @@ def train_command(
     Of a text the loss on the held-out part is given, beside that of a bigram model, which knows of
     each byte how often every other one follows it.
     """
-    config = options.config_of(chosen)
+    config = options.chosen_config(chosen)
     config.check_mesh(place.mesh_config)
     from nnx_pipeline.config.config import to_dict
     from nnx_pipeline.lab._report.output import check_writable
