@@ -119,7 +119,7 @@ def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, not
     def numbers(program: Program, mesh: Any) -> dict[str, np.ndarray]:
         return {"loss": 1e6 * ONES, "head": values[program.replaced], "norm": 0 * ONES}
 
-    monkeypatch.setattr(numerics, "values_of", numbers)
+    monkeypatch.setattr(numerics, "arm_values", numbers)
     monkeypatch.setattr(measuring, "prepare", lambda *_, **__: made_up)
     (found,) = run.run_experiments(
         [EXPERIMENTS["norm-scale"]], preset("tiny"), MeshConfig(), run.Platform("cpu")

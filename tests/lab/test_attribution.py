@@ -22,7 +22,7 @@ from rich.console import Console
 
 from nnx_pipeline import MeshConfig, lab
 from nnx_pipeline.experiments._programs import measure_step
-from nnx_pipeline.lab._cli.options import config_of
+from nnx_pipeline.lab._cli.options import chosen_config
 from nnx_pipeline.lab._cli.values import Chosen
 from nnx_pipeline.lab._hlo.dataflow import Flow
 from nnx_pipeline.lab._hlo.module import Module, parse
@@ -138,7 +138,7 @@ def step() -> Callable[[str], Measurement]:
         need(platform)
         mesh = MeshConfig(stage=4, fsdp=2)
         with optax_promotion():
-            return measure_step(config_of(Chosen("tiny", STEP)), mesh, Platform.parse(platform))
+            return measure_step(chosen_config(Chosen("tiny", STEP)), mesh, Platform.parse(platform))
 
     return measure
 
@@ -167,7 +167,7 @@ def test_the_gradient_of_a_head_whose_tokens_travel_is_no_logits() -> None:
     need("tpu:v5p:2x2x2")
     # 1000 columns of a device fill no tile of 128, so that the result is copied to its weight.
     changes = ("model.vocab_size=8000", "train.sequence_length=16", "model.num_layers=1")
-    config = config_of(Chosen("tiny", changes))
+    config = chosen_config(Chosen("tiny", changes))
     with optax_promotion():
         result = measure_step(config, MeshConfig(fsdp=8), Platform.parse("tpu:v5p:2x2x2"))
     rows = [row for row in attribution_of(result).buffers if row.shape == "f32[8,8000]"]

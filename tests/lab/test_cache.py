@@ -250,7 +250,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 kept = measurement(attribution(), platform=sys.argv[1])
 module = sys.modules["nnx_pipeline.experiments._run"]
 sys.modules["nnx_pipeline.experiments._measuring"].prepare = lambda *args, **options: lambda: kept
-numerics.values_of = lambda *args: {"loss": numpy.ones(len(jax.devices("cpu")))}
+numerics.arm_values = lambda *args: {"loss": numpy.ones(len(jax.devices("cpu")))}
 mesh, platform = MeshConfig.parse(sys.argv[2]), Platform.parse(sys.argv[1])
 (found,) = module.run_experiments([EXPERIMENTS["norm-scale"]], preset("tiny"), mesh, platform)
 print(found.note, len(jax.devices("cpu")))
@@ -455,7 +455,7 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         return {"loss": np.ones(3, "float32")}
 
     monkeypatch.setattr(MEASURING, "prepare", prepared)
-    monkeypatch.setattr(numerics, "values_of", numbers)
+    monkeypatch.setattr(numerics, "arm_values", numbers)
     ask = ("ab", "norm-scale", "--json", "-")
     first = run(*ask).json["experiments"]
     assert sorted(calls) == ["measure", "measure", "numbers", "numbers"]

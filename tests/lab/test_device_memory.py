@@ -64,7 +64,7 @@ def replaced(
     measuring = importlib.import_module("nnx_pipeline.experiments._measuring")
     monkeypatch.setattr(measuring, "prepare", prepared)
     same = {"loss": np.ones(1, "float32")}
-    monkeypatch.setattr(numerics, "values_of", lambda *args: same)
+    monkeypatch.setattr(numerics, "arm_values", lambda *args: same)
     return asked
 
 
