@@ -52,7 +52,7 @@ class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, layout: Layout, metrics: Metrics) -> None:
         self.layout, self.metrics = layout, metrics
         normal = nnx.initializers.normal(0.5)
-        self.kernel = parameter(rngs, normal, (WIDTH, WIDTH), "float32", ("embed", None), layout)
+        self.kernel = parameter(rngs, layout, "float32", normal, (WIDTH, WIDTH), ("embed", None))
 
     def __call__(self, x: jax.Array, *, offset: jax.Array) -> tuple[jax.Array, Any]:
         stored = self.layout.spec("embed", None)
