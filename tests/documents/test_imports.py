@@ -10,7 +10,7 @@ import pytest
 from helpers import commands_of, pytest_in, user_environment
 
 from linen_compat._cli.main import FORMATS
-from linen_compat._cli.main import cli as linen_compat
+from linen_compat._cli.main import commands as linen_compat
 from linen_compat.checkpoints._convert import TARGETS
 from nnx_pipeline.lab._cli.main import cli as nnx_pipeline
 
