@@ -163,7 +163,9 @@ def spreads_nothing(spec: P) -> bool:
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
 
 
-def _split(spec: P, sizes: Any) -> int:
+def _split(spec: P, sizes: Any) -> int | None:
+    if P.UNCONSTRAINED in spec:
+        return None  # the compiler chooses
     names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(sizes[name] for name in names if name in sizes)
 
