@@ -1,7 +1,7 @@
 """What the rules ask about a value: whether it is a parameter, whether a gradient, how large."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -163,7 +163,7 @@ def spreads_nothing(spec: P) -> bool:
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
 
 
-def _split(spec: P, sizes: Any) -> int | None:
+def _split(spec: P, sizes: Mapping[str, int]) -> int | None:
     if P.UNCONSTRAINED in spec:
         return None  # the compiler chooses
     names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
