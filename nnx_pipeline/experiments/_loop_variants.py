@@ -21,12 +21,12 @@ from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 from nnx_pipeline.sharding.layout import P, out_sharding
 
-_Tick = Callable[[Any, Any], tuple[Any, Any]]
+_Tick = Callable[[Any, Any], tuple[PyTree, PyTree]]
 
 
 def python_loop(
     schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Runs all ticks in a Python loop, so that the program has them one after the other.
 
     Arguments and result are those of `circular.tick.walk_ticks`.
@@ -43,7 +43,7 @@ def python_loop(
 
 def scan_per_repeat(
     schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Runs one scan for each repeat, one after the other, and one for the ticks that drain.
 
     Arguments and result are those of `circular.tick.walk_ticks`.
@@ -63,7 +63,7 @@ def scan_per_repeat(
 
 def carry_layers(
     schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Runs all ticks in one scan that also carries the layers from tick to tick.
 
     That is what `nnx.scan` does with the state of a module. At each tick a stage writes the state
@@ -76,7 +76,7 @@ def carry_layers(
     pure, reads = jax.closure_convert(tick, carry, first)
     stack = (schedule.repeats, schedule.stages)
 
-    def step(carry: Any, row: CircularPlan) -> tuple[Any, Any]:
+    def step(carry: Any, row: CircularPlan) -> tuple[PyTree, PyTree]:
         carry, reads = carry
         carry, result = pure(carry, row, *reads)
         repeat = over_stage(row.repeat)

@@ -46,7 +46,7 @@ def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
     return _each(tree, what, lambda spec: spec)
 
 
-def by_names(tree: Any, layout: Layout) -> Any:
+def by_names(tree: PyTree, layout: Layout) -> PyTree:
     """The module with every variable moved to the placement of its logical axes."""
 
     def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:

@@ -55,7 +55,7 @@ class Runner:
         return self.stack.stages
 
     def run(
-        self, layers: Any, x: PyTree, side: Side, *, keys: Array | None = None
+        self, layers: PyTree, x: PyTree, side: Side, *, keys: Array | None = None
     ) -> tuple[Any, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
@@ -88,14 +88,14 @@ class Runner:
 
     def loss(
         self,
-        layers: Any,
+        layers: PyTree,
         ends: ModelEnds,
         inputs: tuple[PyTree, PyTree],
         side: Side,
         *,
         keys: Array | None = None,
         metric_weights: PyTree = None,
-    ) -> Any:
+    ) -> PyTree:
         """As `CircularPipeline.loss`, with `keys` as for `run`."""
         check_layer_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
@@ -182,7 +182,7 @@ class Runner:
         devices = self.layout.size("batch")
         return BatchSplit(self.config.batch_split, devices, frozenset({"place", *shared}))
 
-    def _stacked(self, layers: Any) -> Any:
+    def _stacked(self, layers: PyTree) -> PyTree:
         layers, state = parted(layers)
         stacked = self._stacked_layers.stacked(layers)
         return stacked if state is None else WithState(stacked, state)
@@ -204,7 +204,7 @@ class Runner:
         apart = self._in_turn.apart
         return StackedLayers(self.config, self.stack, self.layout, self.weights, apart)
 
-    def _options(self, layers: Any) -> LoopOptions:
+    def _options(self, layers: PyTree) -> LoopOptions:
         # One layer's input is the stage's input, which is saved anyway.
         inputs = self.stack.per_stage > 1 and self.config.save_decoder_layer_input
         accumulate = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.lab.errors import InputError
@@ -29,7 +29,7 @@ class StackedLayers:
     weights: WeightOptions
     apart: bool
 
-    def stacked(self, layers: Any) -> Any:
+    def stacked(self, layers: PyTree) -> PyTree:
         """For each kind, or each layer of a stage if they are `apart`, stack and numbers."""
         # Both have an axis of copies along the mesh axes of `_copied`.
         if self.weights.zero1:
@@ -47,10 +47,10 @@ class StackedLayers:
         axis = self._layer_axis
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
 
-    def copies_of_one(self, layer: Any) -> Any:
+    def copies_of_one(self, layer: PyTree) -> PyTree:
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
-    def kinds(self, layers: Any, layout: Layout | None = None) -> list[Any]:
+    def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[Any]:
         """The stacked layers of each kind, with another attribute `layout` if it is given."""
         if layout is not None and isinstance(layers, Zero1Layers):
             layers = dataclasses.replace(layers, whole=with_layout(layers.whole, layout))
@@ -86,7 +86,7 @@ class StackedLayers:
         copies = (self._copied,) if self._copied else ()
         return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
 
-    def fsdp_gather(self, layers: Any) -> FsdpGather:
+    def fsdp_gather(self, layers: PyTree) -> FsdpGather:
         """Which axes of the arrays of `stacked` are gathered, and when."""
         copies, over = self.layout.axes("copy"), gathered_axes(self.config)
         if copies == self._copied:
@@ -108,7 +108,7 @@ class StackedLayers:
             prefetch=self.config.prefetches,
         )
 
-    def shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
+    def shards(self, layers: PyTree, *, skip: int, axis: int) -> GradientShards:
         whole = layers.whole if isinstance(layers, Zero1Layers) else layers
         weights = self.weights
         return gradient_shards(
@@ -116,7 +116,7 @@ class StackedLayers:
         )
 
 
-def check_layer_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int) -> None:
+def check_layer_state(layers: PyTree, config: PipelineConfig, layout: Layout, stages: int) -> None:
     if not isinstance(layers, WithState):
         return
     if config.batch_split > 1:

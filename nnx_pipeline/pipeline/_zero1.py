@@ -44,7 +44,7 @@ class GradientShards:
     axis: int
     dtype: jax.typing.DTypeLike | None = None
 
-    def copies(self, layers: Any) -> PyTree:
+    def copies(self, layers: PyTree) -> PyTree:
         """The values of the layers, with one copy per device along the mesh axes."""
         # Of plain layers the gradient is summed by an all-reduce.
         if isinstance(layers, Zero1Layers):
@@ -54,7 +54,7 @@ class GradientShards:
         stored = dataclasses.replace(self, sharded=self.stored)
         return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
 
-    def of(self, layers: Any) -> PyTree:
+    def of(self, layers: PyTree) -> PyTree:
         """The layers as shards, which a loop gathers like other weights."""
         if isinstance(layers, Zero1Layers):
             leaves, tree = jax.tree.flatten(layers.shards)

@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
     leave: PyTree
 
 
-def check_loss(ends: Any, inputs: Any, schedule: str) -> None:
+def check_loss(ends: Any, inputs: PyTree, schedule: str) -> None:
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
         found = type(ends).__name__
         raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")

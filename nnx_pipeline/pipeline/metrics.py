@@ -84,7 +84,7 @@ Declared = Metric | MicrobatchMean  # before the metrics of several layers are c
 _REDUCTIONS: dict[type, Callable[..., Array]] = {Sum: jnp.sum, Max: jnp.max}
 
 
-def is_metric(leaf: Any) -> bool:
+def is_metric(leaf: object) -> bool:
     """Whether a leaf is a wrapped metric, at which a tree traversal should stop."""
     return isinstance(leaf, Declared)
 

@@ -191,7 +191,7 @@ def abstract_batch(
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    weights: PyTree = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     return Batch(tokens=ids, targets=ids, weights=weights, segment_ids=ids if segment_ids else None)
 
 

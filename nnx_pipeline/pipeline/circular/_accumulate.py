@@ -97,7 +97,7 @@ def _run(ticks: AllTicks, params: PyTree, moving: Moving, others: Others) -> tup
 
 
 def _run_forward(
-    ticks: AllTicks, params: Any, moving: Any, others: Any
+    ticks: AllTicks, params: PyTree, moving: PyTree, others: Any
 ) -> tuple[tuple[Moving, PyTree], Any]:
     needed = _Needed(tuple(jax.tree.leaves(asked_of((params, others)))))
     params, moving, others = values_of((params, moving, others))
@@ -106,7 +106,7 @@ def _run_forward(
 
 
 def _run_backward(
-    ticks: AllTicks, saved: Any, cotangents: tuple[tuple[PyTree, PyTree], PyTree]
+    ticks: AllTicks, saved: PyTree, cotangents: tuple[tuple[PyTree, PyTree], PyTree]
 ) -> tuple[PyTree, tuple[PyTree, PyTree], Others]:
     params, state, others, saved, needed = saved
     (d_stream, _), d_metrics = cotangents  # the state has no gradient

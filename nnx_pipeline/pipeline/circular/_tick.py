@@ -148,12 +148,12 @@ forward pass.
 
 def walk_ticks(
     schedule: CircularSchedule,
-    tick: Callable[[Any, Any], tuple[Any, Any]],
+    tick: Callable[[Any, Any], tuple[PyTree, PyTree]],
     carry: Any,
     rows: Any,
     *,
     reverse: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """As `jax.lax.scan` over rows, one for each tick."""
     return jax.lax.scan(tick, carry, rows, length=schedule.ticks, reverse=reverse)
 

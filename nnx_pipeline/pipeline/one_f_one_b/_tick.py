@@ -114,7 +114,7 @@ class OneForwardOneBackwardTick:
             end, row = weights, with_needed(needed)
             return self.functions.leave(end.captured, end.weights, output, row)
 
-        def leave(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
+        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             output = exchange.from_stage(outputs, self.schedule.stages - 1)
             if gradients is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
@@ -127,7 +127,7 @@ class OneForwardOneBackwardTick:
             )
             return loss + loss_of_one, gradients, d_output
 
-        def stay(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
+        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             nothing = (
                 None
                 if gradients is None
@@ -286,7 +286,7 @@ def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Ar
     return [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], with_needed
 
 
-def _each(totals: PyTree, tree: Any) -> list[Any]:
+def _each(totals: PyTree, tree: PyTree) -> list[Any]:
     return [None] * tree.num_leaves if totals is None else tree.flatten_up_to(totals)
 
 

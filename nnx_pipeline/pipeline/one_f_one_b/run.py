@@ -124,7 +124,7 @@ def run_one_f_one_b(
     return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
-def check_bundles(functions: Any, weights: Any, inputs: Any, options: Any) -> None:
+def check_bundles(functions: Any, weights: PyTree, inputs: PyTree, options: Any) -> None:
     of_type("functions", functions, ModelFunctions)
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
@@ -196,7 +196,7 @@ class AnyLoop(Protocol):
 
     def run(
         self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
-    ) -> Any:
+    ) -> PyTree:
         """The state after the last tick, with `gradients` and `layers`."""
 
     def total(self, state: Any) -> Total:
@@ -241,7 +241,9 @@ def _run_forward(
     return (loop.total(state), state.layers), saved
 
 
-def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeights, Inputs, PyTree]:
+def _run_backward(
+    loop: AnyLoop, saved: PyTree, cotangents: PyTree
+) -> tuple[LoopWeights, Inputs, PyTree]:
     weights, inputs, layers, gradients = saved
     (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
     leaves = jax.tree.leaves(d_parts, is_leaf=grads.is_symbolic_zero)

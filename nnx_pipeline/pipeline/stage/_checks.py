@@ -227,7 +227,7 @@ def check_same(layer: nnx.Module, another: nnx.Module) -> None:
             )
 
 
-def check_attributes(before: dict[str, str], layer: Any) -> None:
+def check_attributes(before: dict[str, str], layer: PyTree) -> None:
     """Raises InputError if a call changed a plain attribute, which would be lost."""
     for name, value in plain_attributes(layer).items():
         if before.get(name) != value:
@@ -237,7 +237,7 @@ def check_attributes(before: dict[str, str], layer: Any) -> None:
             )
 
 
-def plain_attributes(layer: Any) -> dict[str, str]:
+def plain_attributes(layer: PyTree) -> dict[str, str]:
     """The attributes of a layer and its modules that are numbers, texts or None."""
     if not isinstance(layer, nnx.Module):
         return {}
@@ -309,7 +309,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return found.replace(parameters=[*found.parameters.values()][1:])
 
 
-def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:
+def _variables(layer: nnx.Module) -> list[tuple[PyTree, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
 
 
@@ -324,7 +324,7 @@ def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[st
     }
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 

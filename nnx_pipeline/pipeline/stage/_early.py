@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.pipeline._stack import Stack
@@ -53,7 +53,7 @@ class EarlyLayers:
 
         return jax.tree.map(stacked, made, is_leaf=is_variable)
 
-    def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
+    def __call__(self, layers: PyTree, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
         """All layers applied to a batch or a microbatch; first axes are as of `Batches.axes`."""
         # Caches `[layers, batch, …]` or `[layers, microbatches, batch, …]` hold what the call
         # before left.
@@ -78,7 +78,7 @@ class EarlyLayers:
         return y if plain == axes else _reshaped(y, x.shape, self._spec(self.copied, axes, x.ndim))
 
     def _on_batch(
-        self, layers: Any, x: Array, side: Side, caches: list[Array]
+        self, layers: PyTree, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
         """All layers applied to `[batch, …]`, with caches `[layers, batch, …]`."""
         stack = Stack(1, 1, self.number, self.number)
@@ -93,7 +93,7 @@ class EarlyLayers:
         return y, written
 
     def _on_stages(
-        self, layers: Any, x: Array, side: Side, caches: list[Array]
+        self, layers: PyTree, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
         """All layers applied to `[microbatches, batch, …]`, of which each stage has its own."""
         # Caches are `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
@@ -127,7 +127,7 @@ class EarlyLayers:
         return layout.spec(*axes, *[None] * (number - len(axes)))
 
 
-def _caches(layers: Any) -> list[nnx.Variable[Any]]:
+def _caches(layers: PyTree) -> list[nnx.Variable[Any]]:
     leaves = jax.tree.leaves(layers, is_leaf=is_state)
     return [leaf for leaf in leaves if is_state(leaf)]
 

@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ def _read_whole(split: ReadWhole, repeat: Array) -> PyTree:
 
 
 @_read_whole.defjvp
-def _read_whole_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
+def _read_whole_jvp(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     (split, repeat), (d_split, _) = primals, tangents
     return _read_whole(split, repeat), select(d_split.apart, repeat)
 

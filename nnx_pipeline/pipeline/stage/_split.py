@@ -24,7 +24,7 @@ class BatchSplit:
     devices: int
     whole: frozenset[str]
 
-    def __call__(self, layer: Callable[..., Any], x: PyTree, **side: Any) -> Any:
+    def __call__(self, layer: Callable[..., Any], x: PyTree, **side: PyTree) -> Any:
         """What `layer(x, **side)` returns, computed part by part."""
         xs = self._cut(x)
         sides: list[dict[str, Any]] = [{} for _ in xs]

@@ -26,7 +26,7 @@ class _Types:
     """Shapes, dtypes and shardings of the leaves of an argument that is not saved."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    tree: Any
+    tree: PyTree
 
 
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
@@ -91,7 +91,7 @@ def _with_nones(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf: Array) -> bool:
     """Whether an array has a gradient: floating or complex."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 

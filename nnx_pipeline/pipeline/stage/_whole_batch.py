@@ -35,7 +35,7 @@ def run_whole_batch(
     )
 
     def in_copies(x: PyTree, stacked: stages.NumberedLayer) -> tuple[PyTree, stages.LayerResult]:
-        def one(layer: Any, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
+        def one(layer: PyTree, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
             return call(x, stacked._replace(layer=layer), {**side, **stage.shared})
 
         mapped = jax.vmap(one, spmd_axis_name=copies)

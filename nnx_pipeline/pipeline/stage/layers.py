@@ -68,7 +68,7 @@ class LayersInTurn:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
 
-        def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, tuple[PyTree, ...]]:
+        def one_of_each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             found = []
             for layer in layers:
                 x, metrics = one(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
@@ -116,7 +116,9 @@ def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     return x, layer
 
 
-def _in_turn_tangents(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _in_turn_tangents(
+    primals: tuple[PyTree, PyTree], tangents: tuple[PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
     """A barrier over the tangents, whose transpose is one over the cotangents."""
     leaves, tree = jax.tree.flatten(tangents, is_leaf=_is_zero_tangent)
     there = [at for at, leaf in enumerate(leaves) if not _is_zero_tangent(leaf)]
@@ -126,7 +128,7 @@ def _in_turn_tangents(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tu
     return primals, jax.tree.unflatten(tree, leaves)
 
 
-def _is_zero_tangent(leaf: Any) -> bool:
+def _is_zero_tangent(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
@@ -157,7 +159,7 @@ class LayerPlace(NamedTuple):
         return cls(real, layer // each % stages, layer // (each * stages))
 
 
-def gathered_for_use(layer: Any) -> Any:
+def gathered_for_use(layer: PyTree) -> PyTree:
     """The layer with weights whole along the mesh axes that shard the batch, in explicit mode."""
     # It is for layers that know nothing of the mesh and whose weights are sharded by Flax's
     # metadata. Types would not let them multiply activations and weights that are sharded over the
@@ -181,20 +183,20 @@ def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
     return tuple(name for name in entry if name not in axes) or None
 
 
-def takes_place(layer: Any) -> bool:
+def takes_place(layer: PyTree) -> bool:
     """Whether a layer's call has an argument `place`; one that wraps another says so itself."""
     said = getattr(layer, "takes_place", None)
     return _takes(layer, "place") if said is None else said
 
 
-def _takes(layer: Any, name: str) -> bool:
+def _takes(layer: PyTree, name: str) -> bool:
     return name in inspect.signature(layer).parameters
 
 
 class NumberedLayer(NamedTuple):
     """One layer, or the stack of some: `[layers, …]` each."""
 
-    layer: Any  # as `split_state` gives it
+    layer: PyTree  # as `split_state` gives it
     number: Array  # in the model
     state: list[Array]
 
@@ -255,7 +257,7 @@ class StageLayers:
     microbatches: int = 1
 
     def __call__(
-        self, stack: Any, x: PyTree, side: Side, state: list[Array] | None = None
+        self, stack: PyTree, x: PyTree, side: Side, state: list[Array] | None = None
     ) -> tuple[Any, ...]:
         """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
@@ -275,7 +277,7 @@ class StageLayers:
             metrics, written = of_all_kinds(found, self.stack)
             return (x, metrics, *([] if state is None else [written]))
 
-        def one_copy(layers: Any, x: PyTree, side: Side) -> tuple[PyTree, Any]:
+        def one_copy(layers: PyTree, x: PyTree, side: Side) -> tuple[PyTree, Any]:
             return self.in_turn(functools.partial(call, side={**side, **self.shared}), layers, x)
 
         x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)

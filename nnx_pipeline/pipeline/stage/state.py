@@ -32,7 +32,7 @@ class WithState:
     state: PyTree
 
 
-def parted(params: Any) -> tuple[PyTree, PyTree]:
+def parted(params: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and their state, which is None where there is none."""
     return (params.params, params.state) if isinstance(params, WithState) else (params, None)
 
@@ -49,7 +49,7 @@ class PerMicrobatch:
     value: PyTree
 
 
-def _is_own(leaf: Any) -> bool:
+def _is_own(leaf: object) -> bool:
     return isinstance(leaf, PerMicrobatch)
 
 

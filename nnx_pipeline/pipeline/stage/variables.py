@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, one_of
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
@@ -33,11 +33,11 @@ OVER_MICROBATCHES = "over_microbatches"  # the metadata of state: "mean", or "la
 _STORED = "stored"  # the metadata of a variable that is read alone: the dtype of its array
 
 
-def is_state(leaf: Any) -> bool:
+def is_state(leaf: object) -> bool:
     return isinstance(leaf, STATE)
 
 
-def is_per_microbatch(leaf: Any) -> bool:
+def is_per_microbatch(leaf: object) -> bool:
     return isinstance(leaf, nnx.Cache)
 
 
@@ -54,7 +54,7 @@ def is_averaged(variable: nnx.Variable[Any]) -> bool:
     return bool(said == "mean")
 
 
-def split_state(layers: Any, microbatches: int) -> Any:
+def split_state(layers: PyTree, microbatches: int) -> PyTree:
     """Layers as the loops read them: `WithState` where they have state, else the layers alone.
 
     A variable that is read alone holds the bits of its array as integers, so that a loop makes no
@@ -83,7 +83,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
     return WithState(without, state) if state else without
 
 
-def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
+def join_state(layers: PyTree, state: Sequence[Array | None]) -> PyTree:
     """The inverse of `split_state`, for a stack or one layer; None leaves a state empty."""
     if _only_params(layers):
         return layers
@@ -102,7 +102,7 @@ def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list
     return [list(itertools.islice(values, len(_states(layer)))) for layer in kinds]
 
 
-def state_after(layer: Any, before: list[Array]) -> list[Array]:
+def state_after(layer: PyTree, before: list[Array]) -> list[Array]:
     after = [variable.get_value() for variable in _states(layer)]
     if not is_explicit() or len(after) != len(before):
         return after
@@ -112,7 +112,7 @@ def state_after(layer: Any, before: list[Array]) -> list[Array]:
     ]
 
 
-def write_state(layers: Any, state: list[Any]) -> None:
+def write_state(layers: PyTree, state: list[Any]) -> None:
     for variable, value in zip(_states(layers), state, strict=True):
         if is_per_microbatch(variable):
             value = jnp.moveaxis(value.value, 2, 3)
@@ -121,11 +121,11 @@ def write_state(layers: Any, state: list[Any]) -> None:
         variable.set_value(value)
 
 
-def _states(tree: Any) -> list[nnx.Variable[Any]]:
+def _states(tree: PyTree) -> list[nnx.Variable[Any]]:
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_state(leaf)]
 
 
-def _only_params(tree: Any) -> bool:
+def _only_params(tree: PyTree) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=is_variable)
     return all(isinstance(leaf, nnx.Param) for leaf in leaves if is_variable(leaf))
 

@@ -132,7 +132,7 @@ class Branches:
             return y, only_counted(self.metric_weights, metrics)
 
         reads = self._reads(function, given, row)
-        moving: Any = x, []
+        moving: PyTree = x, []
         if self.differentiate:
             ((y, _), metrics), residuals = forward_keeping(apply, reads, moving)
             return (y, metrics), residuals
@@ -184,7 +184,7 @@ class Branches:
         _, residuals = self._types(branch.function, given, row_at(state.messages, row.take))
         stored = [row_at(ring, row.keep) for ring in state.rings[branch.function]]
         residuals = jax.tree.unflatten(jax.tree.structure(residuals), stored)
-        d_out: Any = (row_at(state.messages, row.take), []), self._of_metrics(state.metrics)
+        d_out: PyTree = (row_at(state.messages, row.take), []), self._of_metrics(state.metrics)
         again = self._reads(branch.function, given, row)
         (d_stage, _, d_closed), (d_x, _) = backward_from(residuals, again, d_out)
         message = _nothing_given(state)

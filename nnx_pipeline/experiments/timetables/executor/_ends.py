@@ -18,7 +18,7 @@ class EndTotals(NamedTuple):
     loss: Array
     enter: Any
     leave: Any
-    d_output: Any  # the cotangent of the last output that left
+    d_output: PyTree  # the cotangent of the last output that left
 
 
 @dataclass(frozen=True)

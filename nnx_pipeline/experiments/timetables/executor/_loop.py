@@ -59,7 +59,7 @@ class Done(NamedTuple):
     loss: Array
     metrics: PyTree  # each `[1, …]`
     gradients: LoopWeights | None
-    layers: Any
+    layers: PyTree
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TimetableLoop:
     unlifted: bool = False
 
     def run(
-        self, weights: LoopWeights, inputs: Inputs, layers: Any, *, differentiate: bool
+        self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
     ) -> Done:
         """Goes through all ticks.
 
@@ -113,7 +113,7 @@ class TimetableLoop:
         metrics = over_all_stages(done.metrics, self.visits)
         return objective(done.loss, metrics, self.metric_weights)
 
-    def visit_once(self, weights: Any, inputs: Inputs) -> None:
+    def visit_once(self, weights: PyTree, inputs: Inputs) -> None:
         """Calls each function with the types that it gets in the ticks; nothing is computed.
 
         - `weights`: as of `run`, without what the functions close over.
@@ -176,7 +176,7 @@ class _Ticks:
         )
         return (state, self._at_ends(shared, ends_ticks, message)), None
 
-    def done(self, state: RankState, shared: EndTotals | None, layers: Any) -> Done:
+    def done(self, state: RankState, shared: EndTotals | None, layers: PyTree) -> Done:
         """What the loop gives.
 
         - `state`, `shared`: after the last tick.
@@ -285,7 +285,7 @@ class _Ticks:
         return Branches(functions, self.plan, loop.metric_weights, loop.visits, self.differentiate)
 
     @property
-    def _ends_of(self) -> tuple[Any, Any]:
+    def _ends_of(self) -> tuple[PyTree, PyTree]:
         weights, inputs = self.weights, self.inputs
         return (weights.enter, weights.leave), (inputs.enter, inputs.leave)
 
@@ -293,7 +293,7 @@ class _Ticks:
     def _ends(self) -> FirstAndLast:
         return self._make_ends(*self._ends_of)
 
-    def _make_ends(self, weights: Any, inputs: Any) -> FirstAndLast:
+    def _make_ends(self, weights: PyTree, inputs: PyTree) -> FirstAndLast:
         functions = self.loop.functions
         return FirstAndLast((functions.enter, functions.leave), weights, inputs, self.differentiate)
 
