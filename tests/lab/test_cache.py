@@ -305,7 +305,9 @@ def test_the_source_of_the_package_is_part_of_it(
     (tmp_path / "__init__.py").write_text("two")
     second = cache_key.source.__wrapped__()
     (tmp_path / "other.py").write_text("")
-    assert len({first, second, cache_key.source.__wrapped__()}) == 3
+    third = cache_key.source.__wrapped__()
+    (tmp_path / "claims.toml").write_text("")  # what an experiment changes stands in a table
+    assert len({first, second, third, cache_key.source.__wrapped__()}) == 4
 
 
 def test_a_value_comes_back_with_its_time(tmp_path: Path) -> None:

@@ -95,9 +95,10 @@ def _found(value: Callable[..., object]) -> str:
 
 @functools.cache
 def source() -> str:
-    """A hash of all source files of this package and of its descriptions of GPU targets."""
+    """A hash of all source files of this package, its tables and its descriptions of GPUs."""
     digest = hashlib.sha256()
-    for path in sorted((*ROOT.rglob("*.py"), *ROOT.rglob("*.txtpb"))):
+    kinds = ("*.py", "*.toml", "*.txtpb")
+    for path in sorted(file for kind in kinds for file in ROOT.rglob(kind)):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
