@@ -67,11 +67,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast",
-        action="store_true",
-        help="Leave out the tests marked slow, and of a table run its first case only.",
-    )
+    parser.addoption("--all", action="store_true", help="Run the tests marked slow too.")
+    parser.addoption("--fast", action="store_true", help="Of a table run its first case only.")
     parser.addoption(
         "--draws",
         type=int,
@@ -111,15 +108,14 @@ LONGEST_FIRST = ("documents", "collectives", "option_pairs", "arms", "model", "l
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    if not config.getoption("--fast"):
-        return
-    tables: dict[str, pytest.Item] = {}
-    for item in items:
-        if not item.get_closest_marker("slow"):
-            tables.setdefault(item.nodeid.partition("[")[0], item)
-    kept = {id(item) for item in tables.values()}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+    slow_too, first_of_tables = config.getoption("--all"), config.getoption("--fast")
+    left_out = [item for item in items if item.get_closest_marker("slow") and not slow_too]
+    items[:] = [item for item in items if item not in set(left_out)]
+    if first_of_tables:
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        left_out += [item for item in items if item not in set(first.values())]
+        items[:] = [item for item in items if item in set(first.values())]
+    config.hook.pytest_deselected(items=left_out)
 
 
 LINES = jax.config.jax_traceback_in_locations_limit
