@@ -398,6 +398,48 @@ def test_rows_have_line_and_pass() -> None:
     ]
 
 
+def test_rows_of_work_without_a_line_have_that_of_its_value() -> None:
+    """Copies in a loop of the backward pass, and of what a jitted function was first called for."""
+    body, loop = "jit(step)/jvp()/while/body", "jit(step)/transpose(jvp())/while"
+    named, at = f'metadata={{op_name="{loop}"}}', 'source_file="/own/a.py" source_line='
+    text = f"""HloModule m
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %s = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = f32[4]{{0}} get-tuple-element(%s), index=1
+  %n = f32[4]{{0}} negate(%x), metadata={{op_name="{loop}/body/neg" {at}3}}, {cycles(3)}
+  %c = f32[4]{{0}} copy(%n), {cycles(2)}
+  ROOT %t = (s32[], f32[4]) tuple(%next, %c)
+}}
+
+%less (s.1: (s32[], f32[4])) -> pred[] {{
+  %s.1 = (s32[], f32[4]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %four = s32[] constant(4)
+  ROOT %less.1 = pred[] compare(%i.1, %four), direction=LT
+}}
+
+ENTRY %main (x: f32[4]) -> (s32[], f32[4]) {{
+  %x.1 = f32[4]{{0}} parameter(0)
+  %sin = f32[4]{{0}} sine(%x.1), metadata={{op_name="jit(step)/sin" {at}7}}, {cycles(9)}
+  %w = f32[4]{{0}} copy(%sin), metadata={{op_name="{body}/jit(where)/select" {at}1}}, {cycles(5)}
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[4]) tuple(%zero, %w)
+  ROOT %l = (s32[], f32[4]) while(%begin), condition=%less, body=%body, {named}
+}}
+"""
+    rows = [(row.source, row.pass_name, row.seconds) for row in estimate(text).time.rows]
+    assert sorted(row for row in rows if row[2]) == [
+        ("/own/a.py:3", "backward", 4 * 2),
+        ("/own/a.py:3", "backward", 4 * 3),
+        ("/own/a.py:7", "forward", 5),
+        ("/own/a.py:7", "forward", 9),
+    ]
+
+
 def multiplied(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.sin(x @ w)
 

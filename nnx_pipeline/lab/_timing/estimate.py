@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nnx_pipeline.lab._hlo.cost import Unread, collective_of, unread
+from nnx_pipeline.lab._hlo.dataflow import Flow
 from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import plain
@@ -14,7 +15,7 @@ from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in,
 from nnx_pipeline.lab._timing.result import Pass, Time, TimeRow
 from nnx_pipeline.lab._timing.schedule import BusySeconds, ScheduleWalk
 from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
-from nnx_pipeline.lab.attribution._origins import Callers, source_of
+from nnx_pipeline.lab.attribution._origins import Origins
 from nnx_pipeline.lab.errors import counted
 
 Key = tuple[str, str]  # an instruction: the names of its computation and of itself
@@ -26,6 +27,7 @@ class Estimate:
     runs: Runs
     links: Links
     shares: Shares | None = None
+    one_line: frozenset[str] = frozenset()  # as for `Origins`
 
     @property
     def time(self) -> Time:
@@ -58,12 +60,14 @@ class Estimate:
     def rows(self) -> tuple[TimeRow, ...]:
         found: dict[tuple[str | None, str | None, str, Pass], list[float]]
         found = defaultdict(lambda: [0.0, 0])
-        callers = Callers(item for _, item in self.module.instructions())
+        origins = Origins(Flow(self.module), self.one_line)
         for computation, instruction, times in self._taken():
             cost = self._costs.get((computation.name, instruction.name))
             if isinstance(cost, Cost):
-                line = source_of(instruction), callers.of(instruction)
-                row = found[*line, cost.kind, pass_of(instruction)]
+                line = origins.of_work(instruction)
+                # A copy that the compiler made has no name; it is of the pass of its loop.
+                loop = None if instruction.op_name else origins.flow.loop_of(instruction.name)
+                row = found[*line, cost.kind, pass_of(loop or instruction)]
                 row[0] += times * cost.seconds
                 row[1] += times
         rows = (

@@ -123,6 +123,13 @@ class Origins:
             self._found[value] = self._search(value)
         return self._found[value]
 
+    def of_work(self, instruction: Instruction) -> tuple[str | None, str | None]:
+        """The line of an instruction and its caller; of one without a line that of its value."""
+        if self._is_of_its_line(instruction):
+            return source_of(instruction), self._callers.of(instruction)
+        origin = self.of((instruction.name, ()))
+        return origin.source, origin.caller
+
     def _search(self, value: Value) -> ValueOrigin:
         seen: set[Value] = set()
         argument, here = self._argument_name(value), self.flow.at(value)
@@ -143,16 +150,18 @@ class Origins:
         return Callers(self.flow.instructions.values())
 
     def has_own_line(self, instruction: Instruction) -> bool:
-        source = source_of(instruction)
-        if source is None or instruction.opcode in _CARRIERS:
+        if not self._is_of_its_line(instruction) or instruction.opcode in _CARRIERS:
             return False
         if instruction.op_name.endswith("/while"):
             return False  # a copy that was made for a loop, under the loop's name
-        inner = _inner_jits(instruction)
-        if not self.one_line.issuperset(inner) and not _stack_in_call(instruction):
-            return False
         loop = self.flow.loop_of(instruction.name)
-        return loop is None or source_of(loop) != source
+        return loop is None or source_of(loop) != source_of(instruction)
+
+    def _is_of_its_line(self, instruction: Instruction) -> bool:
+        """Whether there is a line, and not only that of the first call of a jitted function."""
+        inner = _inner_jits(instruction)
+        is_right = self.one_line.issuperset(inner) or bool(_stack_in_call(instruction))
+        return is_right and source_of(instruction) is not None
 
     def _backward(self, value: Value, seen: set[Value]) -> Instruction | None:
         """Rule 1, depth first; `seen` are the values that were visited already."""

@@ -62,7 +62,7 @@ def read_program(
     shares = branch_shares(module)
     runs = executions(module, shares)
     products = cost.products_of(module, runs)
-    estimate = Estimate(module, runs, links, shares) if links else None
+    estimate = Estimate(module, runs, links, shares, one_line) if links else None
     found = [
         *products.unknown,
         *cost.uncounted_transfers(module, runs),
