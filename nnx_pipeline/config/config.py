@@ -153,10 +153,27 @@ class Config:
                     "model.num_experts=1 does not have; set it to 0"
                 )
 
-    def _check_batch(self, microbatches: int) -> None:
+    def _check_batch(self, microbatches: int, mesh: MeshConfig | None = None) -> None:
         batch = self.train.global_batch
         rule = f"a batch of {batch} (train.global_batch) does not split into"
-        errors.divides(microbatches, batch, rule=f"{rule} {microbatches} microbatches")
+        errors.divides(
+            microbatches,
+            batch,
+            rule=f"{rule} {microbatches} microbatches",
+            cure=self._other_cure(microbatches, mesh or MeshConfig()),
+        )
+
+    def _other_cure(self, microbatches: int, mesh: MeshConfig) -> str:
+        """What else than another batch helps: the next number of microbatches into which it splits,
+        if there is one."""
+        part, rest = divmod(self.train.global_batch, mesh.product("data", "fsdp", "expert"))
+        fewest = self.pipeline.forwarding_delay * mesh.stage
+        known = [one for one in errors.divisors(part) if one % mesh.stage == 0 and one >= fewest]
+        fitting = [] if rest else known
+        if not fitting:
+            return "for the batch"
+        nearest = max((one for one in fitting if one < microbatches), default=fitting[0])
+        return f"for the batch, or pipeline.num_microbatches={nearest}"
 
     def layers_per_stage(self, stages: int) -> int:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
@@ -257,7 +274,7 @@ class Config:
 
     def _check_batch_on(self, mesh: MeshConfig) -> None:
         microbatches = self.pipeline.microbatches_on(mesh.stage)
-        self._check_batch(microbatches)
+        self._check_batch(microbatches, mesh)
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // microbatches
         errors.divides(
@@ -267,7 +284,7 @@ class Config:
             f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with a batch "
             f"of {self.train.global_batch} (train.global_batch) in "
             f"{counted(microbatches, 'microbatch')}",
-            cure="for the batch, or change pipeline.num_microbatches",
+            cure=self._other_cure(microbatches, mesh),
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
         rule = f"a device has {counted(own, 'sequence')} of a microbatch, which "

@@ -158,9 +158,12 @@ def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
 def is_divisor(value: int, whole: int, *, rule: str) -> None:
     """Raises InputError with all divisors of `whole` unless `value` is one of them."""
     if whole % value:
-        small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
-        fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))
-        raise InputError(f"{rule}; choose one of: {fitting}")
+        raise InputError(f"{rule}; choose one of: {', '.join(map(str, divisors(whole)))}")
+
+
+def divisors(whole: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
+    return sorted({*small, *(whole // one for one in small)})
 
 
 def number(config: object, name: str) -> float:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.lab.errors import InputError, divides
+from nnx_pipeline.lab.errors import InputError, counted, divides
 from nnx_pipeline.pipeline._exchange import stage_axis
 from nnx_pipeline.sharding.dropout import sequence_keys
 from nnx_pipeline.sharding.layout import Layout, P, is_explicit, is_variable, mesh_sizes, place
@@ -99,13 +99,14 @@ class Batches:
     def check(self, batch: int) -> None:
         if not batch:
             raise InputError("the batch of a pipeline has no sequences; give one or more")
-        rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
-        divides(self.microbatches, batch, rule=rule)
+        into = counted(self.microbatches, "microbatch")
+        divides(self.microbatches, batch, rule=f"a batch of {batch} does not split into {into}")
         parts = self.layout.size("copy") * self.layout.size("batch")
         if self.one_by_one:
             microbatch = batch // self.microbatches
             rule = f"a microbatch of {microbatch} does not split over {parts} devices of the mesh"
-            divides(parts, microbatch, rule=rule)
+            rule += f", with a batch of {batch} in {into}"
+            divides(parts * self.microbatches, batch, rule=rule, cure="for the batch")
 
     def arrange_all(self, x: PyTree, key: Array | None) -> tuple[PyTree, Array | None, int]:
         """Every array of a batch arranged, a dropout key per sequence, and their number."""

@@ -273,7 +273,7 @@ REFUSED = [
     bad(
         pipeline(num_microbatches=5),
         "a batch of 8 (train.global_batch) does not split into 5 microbatches",
-        "choose a multiple of 5, such as 5 or 10",
+        "choose a multiple of 5, such as 5 or 10, for the batch, or pipeline.num_microbatches=4",
     ),
     bad(on_mesh("context=2"), "context=2 is not supported by attention yet; use context=1"),
     bad(on_mesh("stage=3"), "model.num_layers=4 does not split into 3 stages × 1 repeat"),
@@ -303,6 +303,10 @@ REFUSED = [
         on_mesh("fsdp=16"),
         "does not split over data=1 × fsdp=16",
         "a batch of 8",
+    ),
+    bad(
+        on_mesh("stage=2,fsdp=2", pipeline(num_microbatches=8)()),
+        "choose a multiple of 16, such as 16, for the batch, or pipeline.num_microbatches=4",
     ),
     bad(
         on_mesh("data=3", training(shard_optimizer_over_data=True, global_batch=12)()),
@@ -487,6 +491,36 @@ def test_a_config_fits_a_mesh_or_is_refused(
     assert batch % count == 0
     assert batch % (mesh.stage * mesh.data * mesh.fsdp * mesh.expert) == 0
     assert mesh.context == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "batch", "other"),
+    [
+        ("stage=2,fsdp=2", 8, 8, 4),
+        ("stage=2", 6, 8, 4),  # said before the mesh is known
+        ("stage=2", None, 9, None),
+        ("fsdp=16", None, 8, None),
+        ("data=2", 1, 9, None),
+        ("stage=4,fsdp=4", 4, 8, None),
+    ],
+)
+def test_numbers_that_a_message_names_split(
+    mesh: str, microbatches: int | None, batch: int, other: int | None
+) -> None:
+    """Each batch and each number of microbatches of the message is taken in turn."""
+
+    def checked(batch: int, microbatches: int | None) -> None:
+        given = replace(SMALL, "train", global_batch=batch)
+        replace(given, "pipeline", num_microbatches=microbatches).check_mesh(MeshConfig.parse(mesh))
+
+    with pytest.raises(InputError) as raised:
+        checked(batch, microbatches)
+    named = re.search(r"such as ([\d or]+), for the batch(, or .*=(\d+))?$", str(raised.value))
+    for size in re.findall(r"\d+", named[1]):
+        checked(int(size), microbatches)
+    assert named[3] == (other and str(other))
+    if other:
+        checked(batch, other)
 
 
 @settings(max_examples=100)
