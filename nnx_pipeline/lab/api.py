@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
-from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats
+from nnx_pipeline.lab._tracing.nnx_state import name_of, settings_of, without_repeats
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -71,7 +71,11 @@ def _measured(
                 platform,
                 clock,
                 dict(mesh.shape) if mesh is not None else {},
-                {"function": name_of(function), "arguments": _shapes((abstract, keywords))},
+                {
+                    "function": name_of(function),
+                    "arguments": _shapes((abstract, keywords)),
+                    **({"bound": bound} if (bound := settings_of(function)) else {}),
+                },
             )
         result = lowered.measure()
     placement = _placement_notes((abstract, keywords), platform, mesh)

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import InputError, MeshConfig, lab
+from nnx_pipeline.lab._page import outcomes_page
 from nnx_pipeline.lab.compile._compiler import compile_with_dump
 from nnx_pipeline.lab.compile._functions import (
     abstract_arguments,
@@ -423,6 +424,17 @@ def test_a_partial_has_the_name_of_its_function() -> None:
     for function in (bound, jax.jit(bound), jax.vmap(bound), jax.tree_util.Partial(repeated)):
         assert name_of(function) == f"{__name__}:repeated"
     assert name_of(Held(2).by_number) == f"{__name__}:Held.turned"
+
+
+def test_what_a_partial_binds_is_part_of_what_is_compared() -> None:
+    """Two partials of one function differ on the page and in the JSON; arrays are no settings."""
+    short, long = (functools.partial(repeated, w=jnp.ones(WEIGHT.shape), turns=n) for n in (1, 3))
+    outcome = lab.compare(short, jax.jit(functools.partial(long, kind="tanh")), X)
+    arms = [arm["config"] for arm in outcome.to_json()["arms"].values()]
+    assert {arm["function"] for arm in arms} == {f"{__name__}:repeated"}
+    assert [arm["bound"] for arm in arms] == [{"turns": 1}, {"turns": 3, "kind": "tanh"}]
+    assert "bound.turns: 1 → 3" in outcomes_page("two partials", [outcome])
+    assert "bound" not in lab.measure(product, X, WEIGHT).config
 
 
 def test_a_weak_type_stays_weak() -> None:

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,24 @@ def is_nnx(value: object, *kinds: str) -> bool:
 
 def name_of(function: Callable[..., object]) -> str:
     """The name `module:function`, of a partial that of its function; else the name of the type."""
+    innermost = [function, *_within(function)][-1]
+    name = getattr(innermost, "__qualname__", type(innermost).__name__)
+    return f"{getattr(innermost, '__module__', '')}:{name}"
+
+
+def settings_of(function: Callable[..., object]) -> dict[str, object]:
+    """What partials bind by name, but arrays: numbers, texts, True, False and None."""
+    found: dict[str, object] = {}
+    for one in (function, *_within(function)):
+        found = {**(getattr(one, "keywords", None) or {}), **found}
+    return {name: one for name, one in found.items() if isinstance(one, _SETTINGS)}
+
+
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def _within(function: Callable[..., object]) -> Iterator[Callable[..., object]]:
+    """The functions that a partial, a jit of a partial, and so on, were made of, in order."""
     while True:
         inner = None
         if not hasattr(function, "__qualname__"):
@@ -33,10 +51,9 @@ def name_of(function: Callable[..., object]) -> str:
         elif function.__module__ == "functools":
             inner = getattr(function, "__wrapped__", None)  # such as a jit of a partial
         if not callable(inner):
-            break
+            return
+        yield inner
         function = inner
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{getattr(function, '__module__', '')}:{name}"
 
 
 def holds_itself(tree: object, around: frozenset[int] = frozenset()) -> bool:
