@@ -9,9 +9,10 @@
 each measure with one compiler and write benchmarks/results/pipeline_claims.json and, from it,
 pipeline_claims.md; without a compiler it is all of them, one after the other. What a call does not
 measure stays as it was; each experiment names its compiler. After an experiment its result is on
-disk, and each arm is in the cache of `nnx-pipeline ab` as soon as it is measured: a call that was
-stopped goes on where it was when it is repeated with the same versions and source. --fresh measures
-again. Arms that are one program are compiled once, and numbers are compared once for all compilers.
+disk, and each arm is in the cache of `nnx-pipeline compare` as soon as it is measured: a call that
+was stopped goes on where it was when it is repeated with the same versions and source. --fresh
+measures again. Arms that are one program are compiled once, and numbers are compared once for all
+compilers.
 """
 
 import argparse

@@ -66,7 +66,7 @@ and 5.4 s of processor time per step. Groups of 1, 2, 4 and 8 experts in turn to
 5.6 s, medians of four rounds: the group is not what decides. The aim of 0.8 is not reached.
 
 Half of the 4.9 s or more are matrix products. A step multiplies 226.7 GFLOP on all eight devices
-(`flops` of `nnx-pipeline compile --json`, times eight), and products of these sizes (64 rows, and
+(`flops` of `nnx-pipeline measure --json`, times eight), and products of these sizes (64 rows, and
 matrices of 128 by 256 to 512 by 128), alone in a loop on one core, ran at 63 to 106 GFLOP/s: 2.1 to
 3.6 s. Other settings are no faster: `backward=accumulate` took 4.98 s where the default took 4.90,
 `sharding=auto` 5.41 and `remat=none`, which multiplies less and keeps more, 6.26 (medians of four

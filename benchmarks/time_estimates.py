@@ -138,7 +138,7 @@ PEER_COMPUTE = {"gathered once, auto": 4.559, "ZeRO-1, auto": 4.636}
 ABOUT = f"""# Estimated time beside measured time
 
 Made by `python benchmarks/time_estimates.py`. A step is estimated from the compiled program alone,
-as `nnx-pipeline compile` does it: the TPU compiler's cycles of each instruction, kernels by what
+as `nnx-pipeline measure` does it: the TPU compiler's cycles of each instruction, kernels by what
 they state of themselves, at {100 * KERNEL_EFFICIENCY:.0f} % of the peak, and the time that the
 compute waits for collectives and transfers. Nothing here ran on a chip; the measured seconds are
 what MaxText's authors published. An error is the estimate's, as a share of the measured step.

@@ -202,9 +202,9 @@ class ModelConfig:
 
     The kernels of so many experts are gathered together. A small group saves memory, and a large
     one time. None takes, of `dense` experts, the smallest group whose products keep a device busy,
-    see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all
-    eight of `mixtral-small`. None computes `grouped` experts all at once, see
-    `ops.grouped.experts.GroupedExperts`; `capacity` experts always are.
+    see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and of
+    `mixtral-small` eight for 1,024 tokens on a device and four for 2,048. None computes `grouped`
+    experts all at once, see `ops.grouped.experts.GroupedExperts`; `capacity` experts always are.
     """
 
     router_score: Literal["softmax", "sigmoid"] = "softmax"

@@ -280,6 +280,12 @@ def test_links_lead_somewhere(page):
             assert anchor in headings(path.read_text("utf-8")), link
 
 
+def test_commands_are_written_as_they_are_today():
+    results = (path.read_text("utf-8") for path in (ROOT / "benchmarks" / "results").glob("*.md"))
+    text = "\n".join([*LINKED.values(), *results])
+    assert re.findall(r"nnx-pipeline (?:ab|compile)\b", text) == []
+
+
 def test_terms_are_few_and_each_once():
     terms = [term for term, _ in table("# Glossary", PAGES["docs/glossary.md"])]
     assert 10 <= len(terms) == len(set(terms)) <= MOST_TERMS

@@ -1,6 +1,7 @@
 """The functions of `nnx_pipeline.ops`, and two modules that are little more than one of them."""
 
 import functools
+import inspect
 import math
 from typing import Any
 
@@ -22,7 +23,7 @@ from helpers import (
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import Embed, Layout, ModelConfig, RMSNorm
+from nnx_pipeline import Embed, Layout, ModelConfig, RMSNorm, preset
 from nnx_pipeline.config._remat import FULL
 from nnx_pipeline.experiments._layer_variants import EINSUM_SCALE
 from nnx_pipeline.experiments._replaced import replaced
@@ -503,6 +504,18 @@ def test_a_group_of_experts_is_large_enough_for_its_platform(
     device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert group_size(rows, (8, 128, 256), Layout()) == group
+
+
+def test_groups_of_experts_are_those_that_the_field_names() -> None:
+    small, large = (preset(name).model for name in ("mixtral-small", "mixtral-8x7b"))
+    text = " ".join(inspect.getsource(ModelConfig).split())
+    assert "one expert of Mixtral 8x7B at a time, and of `mixtral-small` eight for 1,024" in text
+    assert "tokens on a device and four for 2,048" in text
+    device = AbstractDevice(device_kind="any", num_cores=None, platform="tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        for model, rows, group in ((small, 1024, 8), (small, 2048, 4), (large, 1024, 1)):
+            kernel = (model.num_experts, model.embed_dim, model.mlp_dim)
+            assert group_size(rows, kernel, Layout()) == group
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
