@@ -250,6 +250,7 @@ def test_layers_of_a_schedule(run: Run) -> None:
     arguments = ("schedule", "--stages", "4", "--microbatches", "4", "--layers", "30")
     table = run(*arguments).out
     assert "2 of 32 places are padding, so that bubble and padding take 46.4%" in table
+    assert "1 of 8 places is padding" in run(*arguments[:-1], "7").out
     assert "24–29 + 2 padding" in table
     layers = run(*arguments, "--json", "-").json["layers"]
     assert layers["idle_share"] == pytest.approx(1 - 30 * 4 / (32 * 7))

@@ -96,7 +96,7 @@ def test_the_time_of_a_program() -> None:
     figures = dict(re.findall(r"│ (.+?) +│ +([\d.,–]+) │", shown))
     assert figures["compute"] == "35.31"
     assert figures["+ collectives that the compute waits for"] == "10.89"
-    assert figures["+ transfers that the compute waits for"] == "0.05"
+    assert figures["+ transfers that the compute waits for"] == "0.050"
     assert figures["= step"] == "46.25"
     assert figures["step if none of them were"] == "46.71"
     assert "MFU 3.0%, HFU 12.4%, bubble 27.3%, 8,557 launches" in shown
@@ -241,9 +241,12 @@ def test_buffers_have_their_whole_names() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(None, "–"), (0.0, "0.00"), (6.8e-7, "0.0007"), (3e-8, "3e-05"), (1e-4, "0.10"), (2, "2,000")],
+    [
+        *((None, "–"), (0.0, "0.00"), (6.8e-7, "0.00068"), (3e-8, "3.0e-05"), (9.96e-5, "0.10")),
+        *((4.5e-5, "0.045"), (5e-5, "0.050"), (1e-4, "0.10"), (9.99e-8, "0.00010"), (2, "2,000")),
+    ],
 )
-def test_a_time_keeps_a_digit(seconds: float | None, shown: str) -> None:
+def test_a_time_keeps_two_digits(seconds: float | None, shown: str) -> None:
     assert milliseconds(seconds) == shown
 
 

@@ -223,10 +223,10 @@ def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
     visit = counted(stack.per_stage, "layer")
     if not stack.padding:
         return f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage, no padding"
-    places = stack.layers + stack.padding
+    places, verb = stack.layers + stack.padding, "is" if stack.padding == 1 else "are"
     return (
         f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage; {stack.padding} of "
-        f"{places} places are padding, so that bubble and padding take "
+        f"{places} places {verb} padding, so that bubble and padding take "
         f"{idle_share(stack, schedule):.1%} of the stages' time"
     )
 
