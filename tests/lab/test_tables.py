@@ -15,6 +15,7 @@ from nnx_pipeline.lab._report.program_tables import (
     lines_table,
     memory_view,
     time_table,
+    times_view,
 )
 from nnx_pipeline.lab._report.sweep import COLUMNS, sweep_view
 from nnx_pipeline.lab._report.view.figures import COLUMNS as ARM_COLUMNS
@@ -157,6 +158,11 @@ def test_a_lower_bound_is_shown_as_one() -> None:
     found = dataclasses.replace(measurement(attribution()), unread=(sort,))
     line = "only a lower bound in the estimated time: sort s (2 times per step): unknown"
     assert unread_lines([found]) == [line]
+    for view in (report.measurement_view("a step", found), times_view(found, top=3)):
+        assert line in " ".join(text(view).split())
+    timed = text(times_view(dataclasses.replace(found, time=TIME), top=3), 120).splitlines()
+    assert "launches" in timed[-2]
+    assert timed[-1] == line
 
 
 def test_a_verdict_names_its_figure() -> None:

@@ -13,7 +13,7 @@ from nnx_pipeline.lab._cli.values import TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.program_tables import lines_table, memory_view, time_table
+from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
 from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
@@ -68,9 +68,8 @@ def run_memory(
         named = f"{title}, {compiler(result)}{by}"
         show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
         show(report.account_view(result), json_path=outputs.json_path)
-        if result.time:
-            show(lines_table(result.time, top=most), json_path=outputs.json_path)
-            show(time_table(result.time), json_path=outputs.json_path)
+        if result.time or result.unread:
+            show(times_view(result, top=most), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {

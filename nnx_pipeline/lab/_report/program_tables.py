@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, small_table
-from nnx_pipeline.lab._report.view import figures, floor
+from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, small_table, texts
+from nnx_pipeline.lab._report.view import figures, floor, remarks
 from nnx_pipeline.lab._report.view.buffers import (
     BufferRow,
     buffer_rows,
@@ -140,6 +140,12 @@ def time_table(time: Time | None) -> RenderableType:
         traffic.append(("all transfers to and from the host", milliseconds(time.host_seconds)))
     table = small_table(f"estimated time, {figures.basis_of(time)}", ("", "ms"), step, traffic)
     return Group(table, Text(figures.shares(time)))
+
+
+def times_view(measurement: Measurement, *, top: int) -> RenderableType:
+    """The time by line and as a whole, and below that what is missing from it."""
+    time, lines = measurement.time, texts(remarks.warnings(remarks.unread_lines([measurement])))
+    return Group(*([lines_table(time, top=top), time_table(time)] if time else []), *lines)
 
 
 def lines_table(time: Time, *, top: int) -> Columns:
