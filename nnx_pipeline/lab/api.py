@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import jax
@@ -211,8 +212,17 @@ def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -
 
 
 def _shapes(arguments: object) -> list[str]:
+    """As `--arg` takes them, such as `float32[8@data,128]`."""
     return [
-        jax.typeof(leaf).str_short(short_dtypes=False)
+        _shape(leaf)
         for leaf in jax.tree.leaves(without_repeats(arguments)[0])
         if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
     ]
+
+
+def _shape(leaf: object) -> str:
+    dtype = jax.typeof(leaf).str_short(short_dtypes=False).partition("[")[0]
+    entries = getattr(getattr(leaf, "sharding", None), "spec", None) or ()
+    axes = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
+    dims = zip_longest(map(str, jax.typeof(leaf).shape), map("+".join, axes), fillvalue="")
+    return f"{dtype}[{','.join('@'.join(filter(None, dim)) for dim in dims)}]"

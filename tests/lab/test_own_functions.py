@@ -426,6 +426,16 @@ def test_a_partial_has_the_name_of_its_function() -> None:
     assert name_of(Held(2).by_number) == f"{__name__}:Held.turned"
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_arguments_are_said_with_their_shardings(kind: str) -> None:
+    """As `--arg` takes them, so that two shardings of one function read apart."""
+    mesh = mesh_of("data=4,fsdp=2", kind)
+    texts = ["float32[64@data+fsdp,32]", "bfloat16[64,32@fsdp]", "float32[64,32]", "float32[]"]
+    arguments = [parse_argument(text, mesh) for text in texts[:-1]]
+    result = lab.measure(lambda *of: [2 * one for one in of], *arguments, 3.0, mesh=mesh)
+    assert result.config["arguments"] == texts
+
+
 def test_what_a_partial_binds_is_part_of_what_is_compared() -> None:
     """Two partials of one function differ on the page and in the JSON; arrays are no settings."""
     short, long = (functools.partial(repeated, w=jnp.ones(WEIGHT.shape), turns=n) for n in (1, 3))
