@@ -678,8 +678,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/variables.py",
-        "value = jnp.mean(value.value, axis=2)",
-        "value = value.value[:, :, -1]",
+        "else jnp.mean(stored, axis=2)",
+        "else stored[:, :, -1]",
         "test_layer_state",
     ),
     Mutation(

@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from rich import progress
@@ -92,7 +91,7 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
     found = diagnose(checkpoint, config)
     if checks.numerics:
         checking.check_comparable(found)
-    result: dict[str, Any] = {**found.to_json(), "read_bytes": None, "numerics": None}
+    result: dict[str, object] = {**found.to_json(), "read_bytes": None, "numerics": None}
     if found.format is not None:  # else the error says all there is to say
         show(_diagnosis(found), json_path=json_path)
     problems = list(found.comparison.problems)

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,7 @@ from nnx_pipeline import (
 Path = tuple[str, ...]
 Tree = Mapping[str, PyTree]
 Flat = Mapping[Path, PyTree]  # the leaves of a tree by their paths
-Variable = nnx.Variable[Any]
+Variable = nnx.Variable[PyTree]
 Axes = tuple[str | None, ...]
 
 _LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)

@@ -1,7 +1,6 @@
 """Wraps NNX classes as Linen modules."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from flax import linen as nn
@@ -89,7 +88,7 @@ class NNXAsLinen(nn.Module):
     recipe: Recipe
 
     @nn.compact
-    def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
+    def __call__(self, *args: object, nnx_method: str = "__call__", **kwargs: object) -> PyTree:
         """Calls the NNX module, or its method `nnx_method`.
 
         Raises InputError when the variables are not those of the module, there is no such method,
@@ -123,9 +122,9 @@ class NNXAsLinen(nn.Module):
             self._put_back(plan, boxes, before, after)
         return out
 
-    def _method(self, module: nnx.Module, name: str) -> Callable[..., Any]:
+    def _method(self, module: nnx.Module, name: str) -> Callable[..., PyTree]:
         check_method(module, name, of=self.recipe.name)
-        method: Callable[..., Any] = getattr(module, name)
+        method: Callable[..., PyTree] = getattr(module, name)
         return method
 
     def _typed_key(self, name: str) -> Array:

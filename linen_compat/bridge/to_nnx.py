@@ -175,11 +175,11 @@ class LinenAsNNX(nnx.Module):
 
     def __call__(
         self,
-        *args: Any,
+        *args: object,
         rngs: nnx.Rngs | Mapping[str, Array] | None = None,
-        method: str | Callable[..., Any] | None = None,
+        method: str | Callable[..., object] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> PyTree:
         """Applies the Linen module, or another method of it, given by name or as a function.
 
         `rngs` are streams or keys by name, instead of the streams that the module keeps. Raises

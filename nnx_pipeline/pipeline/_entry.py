@@ -7,13 +7,13 @@ auto mode the compiler moves what is placed elsewhere.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
@@ -49,7 +49,7 @@ def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
 def by_names(tree: PyTree, layout: Layout) -> PyTree:
     """The module with every variable moved to the placement of its logical axes."""
 
-    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    def one(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         axes = variable.get_metadata().get("logical_axes")
         if axes is None:
             raise InputError(
@@ -183,7 +183,7 @@ def _each(tree: PyTree, what: str, wanted: Callable[[list[Entry]], list[Entry]])
     return jax.tree.map(lambda leaf: _moved(leaf, what, wanted), tree)
 
 
-def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
+def _moved(leaf: ArrayLike, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
     """Moves an array from its spec to `wanted(spec)`."""
     try:
         x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

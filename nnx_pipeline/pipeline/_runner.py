@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Runner:
 
     def run(
         self, layers: PyTree, x: PyTree, side: Side, *, keys: Array | None = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
         - `layers`: as `split_state` gives them. What they leave of their state, if any, is returned

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ class StackedLayers:
             return pairs
         return [self._one_layer(pairs, at) for at in range(self.stack.per_stage)]
 
-    def _one_layer(self, pairs: tuple[Any, ...], at: int) -> Any:
+    def _one_layer(self, pairs: tuple[PyTree, ...], at: int) -> PyTree:
         at, kind = divmod(at, self.stack.kinds)
         axis = self._layer_axis
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
@@ -50,7 +49,7 @@ class StackedLayers:
     def copies_of_one(self, layer: PyTree) -> PyTree:
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
-    def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[Any]:
+    def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[PyTree]:
         """The stacked layers of each kind, with another attribute `layout` if it is given."""
         if layout is not None and isinstance(layers, Zero1Layers):
             layers = dataclasses.replace(layers, whole=with_layout(layers.whole, layout))

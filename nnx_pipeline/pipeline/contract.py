@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, PyTree
 
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
     leave: PyTree
 
 
-def check_loss(ends: Any, inputs: PyTree, schedule: str) -> None:
+def check_loss(ends: object, inputs: PyTree, schedule: str) -> None:
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
         found = type(ends).__name__
         raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")

@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
@@ -150,7 +150,7 @@ class FsdpGather:
         out_specs: tuple[P, ...],
     ) -> PyTree:
         """Calls `function(array, stored spec)` everywhere; None in the tree stays None."""
-        treedef: Any = jax.tree.structure(params)
+        treedef: PyTreeDef = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
         if not there:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,12 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage import _checks as checks
+from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
 from nnx_pipeline.sharding.layout import (
     AxisName,
     Layout,
+    Variable,
     is_variable,
     mesh_sizes,
     place,
@@ -41,11 +42,11 @@ class Shared:
     value: PyTree
 
 
-def _is_shared(value: Any) -> bool:
+def _is_shared(value: object) -> bool:
     return isinstance(value, Shared)
 
 
-def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def apart(side: Side) -> tuple[Side, Side]:
     """The side inputs that are cut as the batch is, and the values of those that are `Shared`."""
     shared = {name: each.value for name, each in side.items() if _is_shared(each)}
     return {name: each for name, each in side.items() if name not in shared}, shared
@@ -65,7 +66,7 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
 
 def make_layers(
     kinds: Sequence[MakeLayer], stack: Stack, *, microbatches: int, rngs: nnx.Rngs, layout: Layout
-) -> Any:
+) -> PyTree:
     """One module that holds all layers, or a list of such modules if there are several kinds.
 
     Each variable is `[repeats, stages, layers, …]`, a cache `[repeats, stages, layers,
@@ -95,7 +96,7 @@ def make_layers(
     return made[0] if stack.kinds == 1 else nnx.List(made)
 
 
-def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[Any]:
+def _repeated(variable: Variable, microbatches: int) -> Variable:
     """A variable `[repeats, stages, layers, …]` with an axis of microbatches after the layers."""
     axes = variable.get_metadata("logical_axes")
     value = jnp.repeat(variable.get_value()[:, :, :, None], microbatches, axis=3)
@@ -104,7 +105,7 @@ def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[An
     return found
 
 
-def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
+def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> nnx.Module:
     """All layers of one kind, with a key for each: `[repeats, stages, layers]`."""
     # With the keys sharded over the stages, each stage computes the values of its own layers.
     keys = place(keys, layout.spec(None, "stage", None))
@@ -133,8 +134,9 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
 
     stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.
-    made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
+    made: nnx.Module = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
+    made = jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
+    return made
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
@@ -165,7 +167,7 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
     return side if keys is None else {**side, "keys": keys}
 
 
-def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
+def _stacked(variable: Variable, layout: Layout) -> Variable:
     if not isinstance(variable.get_value(), jax.Array):
         raise InputError(
             f"a layer holds a variable of type {type(variable).__name__} with "
@@ -178,7 +180,7 @@ def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
     return found
 
 
-def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
+def _own_axes(variable: Variable, number: int) -> tuple[AxisName, ...]:
     """The mesh axes of a variable with `number` axes in one layer; None for one that is whole."""
     own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
     if own is None:
@@ -218,9 +220,7 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
             )
 
 
-def _placed(
-    variable: nnx.Variable[Any], axes: tuple[AxisName, ...], layout: Layout
-) -> nnx.Variable[Any]:
+def _placed(variable: Variable, axes: tuple[AxisName, ...], layout: Layout) -> Variable:
     value = place(variable.get_value(), layout.spec(*axes))
     found = type(variable)(value, logical_axes=axes)
     for name, one in variable.get_metadata().items():

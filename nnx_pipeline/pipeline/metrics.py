@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
@@ -33,7 +34,7 @@ class Sum:
       with, so that the total does not depend on how the batch is cut.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -45,7 +46,7 @@ class Mean:
       with. Every microbatch and copy has the same number of sequences.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -58,7 +59,7 @@ class Max:
     It has no gradient, on any mesh and with any schedule; asking for one raises InputError.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -75,8 +76,8 @@ class MicrobatchMean:
     - `function`: from that pytree without its batch axis to a floating array of any shape.
     """
 
-    rows: Any
-    function: Callable[[Any], Array] = field(metadata={"static": True})
+    rows: PyTree
+    function: Callable[[PyTree], Array] = field(metadata={"static": True})
 
 
 Metric = Sum | Mean | Max
@@ -96,7 +97,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
     """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
     # The rows of each `MicrobatchMean` are averaged per microbatch, `[microbatches, …]`.
-    def one(path: Any, metric: Any) -> Declared:
+    def one(path: tuple[object, ...], metric: object) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
             raise InputError(
@@ -230,7 +231,7 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
 def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
     """The loss to minimise, and its two parts: the loss alone, and the values of the metrics."""
 
-    def share(weight: Any, metric: Metric) -> Array:
+    def share(weight: float | Array, metric: Metric) -> Array:
         weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
         return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
 
@@ -248,11 +249,11 @@ def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
     )
 
 
-def counts(weight: Any) -> bool:
+def counts(weight: float | Array) -> bool:
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
 
 
-def _checked_weight(weight: Any, metric: Metric) -> Any:
+def _checked_weight(weight: float | Array, metric: Metric) -> float | Array:
     if isinstance(metric, Max) and counts(weight):
         raise InputError(
             f"metric_weights give {weight} to a metric wrapped in Max, which has no gradient; give "
@@ -262,7 +263,7 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    def one(metric: Declared) -> Any:
+    def one(metric: Declared) -> PyTree:
         return jax.tree.map(partial(_REDUCTIONS.get(type(metric), jnp.mean), axis=axis), metric)
 
     return _map(one, metrics)
@@ -312,7 +313,7 @@ def _mean_of_rows(microbatches: int, rows: Array) -> Array:
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
 
 
-def _rows(name: str, value: Any) -> Array:
+def _rows(name: str, value: Array) -> Array:
     if not jnp.ndim(value):
         raise InputError(
             f"{name} of a layer is a MicrobatchMean of {_type(value)}; its rows must have the axis "
@@ -321,7 +322,7 @@ def _rows(name: str, value: Any) -> Array:
     return _floating(name, value)
 
 
-def _floating(name: str, value: Any) -> Array:
+def _floating(name: str, value: Array) -> Array:
     """The value in float32 or wider; raises InputError unless it is one floating array."""
     if not _is_array(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise InputError(
@@ -333,11 +334,11 @@ def _floating(name: str, value: Any) -> Array:
     return jax.lax.convert_element_type(value, wide)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[ArrayLike]:
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
-def _type(leaf: Any) -> str:
+def _type(leaf: object) -> str:
     if not _is_array(leaf):
         return type(leaf).__name__
     return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

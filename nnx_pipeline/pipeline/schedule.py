@@ -3,7 +3,7 @@
 import functools
 import heapq
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class CircularSchedule:
         repeat, microbatch = np.divmod(time, self.microbatches)
         return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The numbers and the timetable: [microbatch, repeat] by tick and stage."""
         return {**_numbers(self, "circular"), "timetable": self.visits.to_json()}
 
@@ -236,7 +236,7 @@ class OneForwardOneBackward:
         found: np.ndarray = self.slots[forwarded]
         return found
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A phase is written as its first tick and the tick after its last."""
         names = ("forward_only", "both", "backward_only")
         return {
@@ -282,7 +282,7 @@ def _check_counts(schedule: Schedule) -> None:
     divides(stages, microbatches, rule=rule)
 
 
-def _numbers(schedule: Schedule, name: str) -> dict[str, Any]:
+def _numbers(schedule: Schedule, name: str) -> dict[str, object]:
     sizes = ("stages", "microbatches", "repeats", "delay", "ticks", "bubble_ticks", "bubble_share")
     return {"schedule": name, **{size: getattr(schedule, size) for size in sizes}}
 

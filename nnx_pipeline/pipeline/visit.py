@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, PyTree
@@ -46,7 +46,7 @@ class Visit:
             done, residuals = forward_keeping(self.apply, reads, x)
             return done, residuals if keep else None
 
-        def one(own: tuple[PyTree, PyTree], x: Moving, _: None) -> Any:
+        def one(own: tuple[PyTree, PyTree], x: Moving, _: None) -> tuple[PyTree, PyTree]:
             all_reads = Reads(*own, reads.captured)
             if keep:
                 return forward_keeping(self.apply, all_reads, x)
@@ -66,7 +66,9 @@ class Visit:
             d_reads, (d_x, _) = backward_from(residuals, reads, given)
             return d_reads, d_x
 
-        def one(residuals: PyTree, own: tuple[PyTree, PyTree], given: Any) -> Any:
+        def one(
+            residuals: PyTree, own: tuple[PyTree, PyTree], given: PyTree
+        ) -> tuple[PyTree, PyTree]:
             return backward_from(residuals, Reads(*own, reads.captured), given)
 
         d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], given)

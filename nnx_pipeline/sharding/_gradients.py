@@ -12,6 +12,8 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.sharding.layout import is_explicit, place
 
+Cotangent = Array | SymbolicZero  # of an output, in a backward rule with `symbolic_zeros`
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_to(message: str, tree: PyTree) -> PyTree:
@@ -80,7 +82,7 @@ def _is_primal(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
-def or_zeros(cotangent: Array | SymbolicZero) -> Array:
+def or_zeros(cotangent: Cotangent) -> Array:
     """The cotangent, with an array of zeros in the place of a symbolic zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 import jax
 from flax import nnx
@@ -27,7 +27,7 @@ MeshAxes = tuple[str, ...]
 AxisName = str | tuple[str, ...] | None  # of one axis of an array: see `Layout.spec`
 _Module = TypeVar("_Module", bound=nnx.Module)
 Made = TypeVar("Made")
-Variable = nnx.Variable[Any]
+Variable = nnx.Variable[Array]
 
 
 @dataclass(frozen=True)
@@ -336,8 +336,8 @@ def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> M
     `mesh` must be the ambient mesh.
     """
 
-    def sharding(leaf: Array | Variable) -> NamedSharding | Variable:
-        if not is_variable(leaf):
+    def sharding(leaf: Array | nnx.Variable[object]) -> NamedSharding | nnx.Variable[object]:
+        if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, P())
         spec = layout.spec(*leaf.get_metadata("logical_axes"))
         return leaf.replace(NamedSharding(mesh, spec))

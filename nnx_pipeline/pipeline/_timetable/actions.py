@@ -11,7 +11,6 @@ import functools
 import io
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -114,7 +113,7 @@ class Actions:
             for row in rows
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "ranks": self.ranks,
             "stages": self.stages,

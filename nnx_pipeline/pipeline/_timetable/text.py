@@ -4,7 +4,7 @@ import functools
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -243,7 +243,7 @@ def layers_table(stack: Stack) -> Table:
     return table
 
 
-def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, Any]:
+def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, object]:
     return {
         "layers": stack.layers,
         "layers_per_visit": stack.per_stage,

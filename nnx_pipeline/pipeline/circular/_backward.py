@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ class WholeLoop:
 
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
-    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, tuple[PyTree, PyTree]]:
         """Makes all ticks with the weights as they are stored, `[repeats, stages, …]`.
 
         Returns carry and state after the last tick, the metrics of every tick, and what `backward`
@@ -141,7 +141,7 @@ class WholeLoop:
         return end, metrics, (split, residuals)
 
     def backward(
-        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+        self, params: PyTree, others: Others, saved: tuple[PyTree, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
         """The gradient of `params`, and the cotangents before the first tick."""
         (split, residuals), d_metrics = saved
@@ -195,19 +195,19 @@ class PrefetchLoop:
 
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
-    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, _Pieces]:
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
         now = self._gather(params, jnp.int32(0))
 
-        def run(carry: Any, plan: CircularPlan, *weights: PyTree) -> tuple[Any, PyTree]:
+        def run(carry: PyTree, plan: CircularPlan, *weights: PyTree) -> tuple[PyTree, PyTree]:
             weights_at = functools.partial(_stage_weights, weights)
             step = functools.partial(self.tick.forward, weights_at, others, keep)
             return jax.lax.scan(step, carry, plan)
 
         def change(
-            state: tuple[Any, PyTree], at: tuple[Array, CircularPlan, CircularPlan]
-        ) -> tuple[tuple[Any, PyTree], tuple[PyTree, PyTree]]:
+            state: tuple[PyTree, PyTree], at: tuple[Array, CircularPlan, CircularPlan]
+        ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
             (carry, now), (repeat, steady, change) = state, at
             # Gathered here and first used in `change`, so that the transfer overlaps with `steady`.
             after = self._gather(params, repeat + 1)
@@ -223,7 +223,7 @@ class PrefetchLoop:
         return carry, _joined(_Pieces(*metrics)), _Pieces(*residuals)
 
     def backward(
-        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+        self, params: PyTree, others: Others, saved: tuple[_Pieces, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
@@ -237,7 +237,7 @@ class PrefetchLoop:
             own = self.tick.visit
             return own.only(zero_gradients(gathered, one_repeat, own.grad_dtype))
 
-        def change_back(state: Any, at: Any) -> tuple[Any, PyTree]:
+        def change_back(state: PyTree, at: PyTree) -> tuple[PyTree, PyTree]:
             cotangents, later, d_later = state
             repeat, steady, change, settled, changed = at
             now = self._gather(params, repeat)
@@ -272,7 +272,7 @@ class PrefetchLoop:
         """Goes back through ticks, with one or two repeats of weights and gradients."""
         weights_at = functools.partial(_stage_weights, weights)
 
-        def step(state: Any, at: tuple[CircularPlan, PyTree]) -> tuple[Any, None]:
+        def step(state: PyTree, at: tuple[CircularPlan, PyTree]) -> tuple[PyTree, None]:
             cotangents, totals = state
             cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
             return (cotangents, _collect(totals, d_weights, at[0])), None

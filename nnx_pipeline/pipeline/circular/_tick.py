@@ -12,7 +12,7 @@ one line below is the work of all stages at once:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
+from nnx_pipeline.pipeline.stage._closed import Function
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
 
@@ -57,8 +58,8 @@ def circular_plan(schedule: CircularSchedule) -> CircularPlan:
 MakeVisits = Callable[[CircularPlan, Moving], tuple[Moving, PyTree]]
 # ((carry, state of all layers), now) to (the next pair, whatever else the tick gives)
 Before = tuple["CircularCarry", PyTree]
-CircularTick = Callable[[Before, CircularPlan], tuple[Before, Any]]
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+CircularTick = Callable[[Before, CircularPlan], tuple[Before, PyTree]]
+Wrap = Callable[[Function], Function]
 
 
 class CircularCarry(NamedTuple):
@@ -148,9 +149,9 @@ forward pass.
 
 def walk_ticks(
     schedule: CircularSchedule,
-    tick: Callable[[Any, Any], tuple[PyTree, PyTree]],
-    carry: Any,
-    rows: Any,
+    tick: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    rows: PyTree,
     *,
     reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:

@@ -2,10 +2,10 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline._exchange import empty_host_ring, empty_ring, from_stage, to_stages
@@ -112,7 +112,7 @@ class OneForwardOneBackwardLoop:
         phase: Phase,
         weights: LoopWeights,
         inputs: Inputs,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         plan: PhasePlan,
     ) -> LoopState:
@@ -139,7 +139,7 @@ class OneForwardOneBackwardLoop:
 
     def _first_visit(
         self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
-    ) -> tuple[PyTree, Any, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree]:
         layers, plan = given
         now = jax.tree.map(lambda leaf: leaf[0], plan)
         x = self.tick.entering(weights, inputs, now)
@@ -153,15 +153,15 @@ class OneForwardOneBackwardLoop:
 
     def _start(
         self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
-    ) -> tuple[LoopState, Any]:
+    ) -> tuple[LoopState, PyTreeDef]:
         """The state before the first tick, and the tree structure of what a visit keeps."""
 
-        def first_visit(*args: Any) -> Any:
+        def first_visit(*args: PyTree) -> tuple[PyTree, PyTree, PyTree, _OnHost]:
             x, (_, metrics), residuals = self._first_visit(*args, keep=keep)
             return x, metrics, residuals, _on_host(residuals)
 
-        def no_metric(metric: Metric) -> Metric:
-            return type(metric)(empty_ring(metric.value, None, identity(metric)))
+        def no_metric(metric: Metric) -> PyTree:
+            return jax.tree.map(lambda leaf: empty_ring(leaf, None, identity(metric)), metric)
 
         x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         residuals, tree = jax.tree.flatten(residuals)

@@ -12,10 +12,11 @@ Every array of a stage begins with the axis of stages, so one line below is the 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline import _exchange as exchange
@@ -24,6 +25,7 @@ from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_co
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.stage._closed import Function
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers
 from nnx_pipeline.pipeline.stage.apply import Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.state import At, put, take
@@ -62,7 +64,7 @@ class OneForwardOneBackwardTick:
         weights: LoopWeights,
         inputs: Inputs,
         phase: Phase,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         now: PhasePlan,
     ) -> LoopState:
@@ -114,7 +116,7 @@ class OneForwardOneBackwardTick:
             end, row = weights, with_needed(needed)
             return self.functions.leave(end.captured, end.weights, output, row)
 
-        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
+        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
             output = exchange.from_stage(outputs, self.schedule.stages - 1)
             if gradients is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
@@ -127,7 +129,7 @@ class OneForwardOneBackwardTick:
             )
             return loss + loss_of_one, gradients, d_output
 
-        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
+        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
             nothing = (
                 None
                 if gradients is None
@@ -154,7 +156,7 @@ class OneForwardOneBackwardTick:
         weights: LoopWeights,
         inputs: Inputs,
         now: PhasePlan,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         d_output: PyTree,
     ) -> LoopState:
@@ -203,7 +205,7 @@ class OneForwardOneBackwardTick:
         return exchange.where(turns, exchange.to_stages(d_output, stages), arrived)
 
     def _return(
-        self, end: Any, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
+        self, end: WithCaptured, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
     ) -> PyTree:
         """Adds `enter`'s gradients for the microbatch whose last backward visit this was."""
         row = row_of(inputs.enter, now.returning)
@@ -222,8 +224,8 @@ class OneForwardOneBackwardTick:
         return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, d_x)
 
     def _if_due(
-        self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
-    ) -> Any:
+        self, due: Array, function: Function, otherwise: Function, *state: PyTree
+    ) -> PyTree:
         """Calls `function` in the ticks in which it is due, else `otherwise`."""
         # With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
         # and it adds nothing; so it needs no condition.
@@ -259,7 +261,7 @@ class OneForwardOneBackwardTick:
         schedule = self.schedule
         return schedule.microbatches * schedule.repeats * schedule.stages
 
-    def _of_metric(self, is_backward: Array, weight: Any, metric: Metric) -> Metric:
+    def _of_metric(self, is_backward: Array, weight: float | Array, metric: Metric) -> Metric:
         zeros = jnp.zeros_like(metric.value)
         if not counts(weight):
             return type(metric)(zeros)
@@ -286,7 +288,7 @@ def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Ar
     return [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], with_needed
 
 
-def _each(totals: PyTree, tree: PyTree) -> list[Any]:
+def _each(totals: PyTree, tree: PyTreeDef) -> list[PyTree]:
     return [None] * tree.num_leaves if totals is None else tree.flatten_up_to(totals)
 
 

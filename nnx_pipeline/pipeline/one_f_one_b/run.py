@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForward
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage import _checks as checks
-from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._closed import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
@@ -42,7 +42,7 @@ def run_one_f_one_b(
     *,
     schedule: OneForwardOneBackward,
     options: LoopOptions = LoopOptions(),
-) -> Any:
+) -> PyTree:
     """The loss of a pipelined model; its gradients are computed in the same loop.
 
     It computes the following, with the stages spread over the mesh axis `stage`:
@@ -97,7 +97,7 @@ def run_one_f_one_b(
     lift = checked_lift(functions.lift)
     metric_weights = metric_weights_of(functions, lift)
 
-    def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
+    def make_loop(*functions: Function) -> OneForwardOneBackwardLoop:
         tick = OneForwardOneBackwardTick(
             HoistedFunctions(*functions), schedule, metric_weights, options.shift_by, how
         )
@@ -107,7 +107,7 @@ def run_one_f_one_b(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
 
-    def call(*looks: Callable[..., Any]) -> None:
+    def call(*looks: Function) -> None:
         make_loop(*looks).visit_once(weights, inputs, layers)
 
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
@@ -124,7 +124,7 @@ def run_one_f_one_b(
     return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
-def check_bundles(functions: Any, weights: PyTree, inputs: PyTree, options: Any) -> None:
+def check_bundles(functions: object, weights: object, inputs: object, options: object) -> None:
     of_type("functions", functions, ModelFunctions)
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
@@ -150,7 +150,7 @@ def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
     return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
-def _metric_weight(weight: Any) -> Any:
+def _metric_weight(weight: float | Array) -> float | Array:
     """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
     if not is_number or isinstance(weight, bool) or not _is_real(weight):
@@ -160,14 +160,15 @@ def _metric_weight(weight: Any) -> Any:
         )
     if not isinstance(weight, jax.core.Tracer):
         return weight
-    return grads.no_gradient_to(
+    checked: float | Array = grads.no_gradient_to(
         "the 1F1B schedule was asked for the gradient with respect to metric_weights, which it "
         "does not give; use jax.lax.stop_gradient on them",
         weight,
     )
+    return checked
 
 
-def _is_real(weight: Any) -> bool:
+def _is_real(weight: float | Array) -> bool:
     kind = jnp.result_type(weight)
     return jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
 
@@ -199,7 +200,7 @@ class AnyLoop(Protocol):
     ) -> PyTree:
         """The state after the last tick, with `gradients` and `layers`."""
 
-    def total(self, state: Any) -> Total:
+    def total(self, state: PyTree) -> Total:
         """The loss and its two parts."""
 
 
@@ -214,7 +215,7 @@ def by_loop(
 
 def _run_forward(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[tuple[Total, PyTree], Any]:
+) -> tuple[tuple[Total, PyTree], PyTree]:
     if loop.unlifted:
         refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
@@ -273,7 +274,7 @@ by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 # then gradients in float16 have vanished, unless the loss was multiplied by a lift.
 
 
-def checked_lift(lift: Any) -> Lift:
+def checked_lift(lift: Lift) -> Lift:
     """The lift, of which there is no derivative; raises InputError unless it is above 0."""
     is_number = isinstance(lift, int | float | np.number | np.ndarray | jax.Array)
     if lift is not None and (not is_number or isinstance(lift, bool) or jnp.shape(lift)):

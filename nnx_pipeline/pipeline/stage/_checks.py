@@ -4,12 +4,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
@@ -83,14 +82,14 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     return apply
 
 
-def _unpacked(result: Any, number: int, who: str, wanted: str) -> Any:
+def _unpacked(result: PyTree, number: int, who: str, wanted: str) -> PyTree:
     if not isinstance(result, (tuple, list)) or len(result) != number:
         found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
         raise InputError(f"{who} returned {found}; it must return {wanted}")
     return result
 
 
-def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
+def check_passed_on(result: PyTree, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
     """The activations and metrics that a stage or a layer returned."""
     pair = "a pair, activations and metrics, such as (x, None)"
     returned, metrics = _unpacked(result, 2, who, pair)
@@ -105,7 +104,7 @@ def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[P
 
 def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
     @functools.wraps(enter)
-    def apply(*given: Any) -> PyTree:
+    def apply(*given: PyTree) -> PyTree:
         x = enter(*given)
         for leaf in jax.tree.leaves(x) or [None]:
             if not _is_floating(leaf):
@@ -123,7 +122,7 @@ def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
 
     # Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
     @functools.wraps(leave)
-    def apply(*given: Any) -> Array:
+    def apply(*given: PyTree) -> Array:
         loss = leave(*given)
         if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
             found = jax.tree.map(_words, loss) if loss is not None else loss
@@ -138,10 +137,10 @@ def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def check_unchanged(
-    before: dict[str, Any],
+    before: dict[str, Array],
     tree: PyTree,
-    function: Callable[..., Any],
-    but: Callable[[Any], bool] | None = None,
+    function: Callable[[PyTree], object],
+    but: Callable[[object], bool] | None = None,
 ) -> None:
     """Refuses a function that replaced, added or removed an array of a tree, `but` state."""
     # Flax's `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives
@@ -159,14 +158,14 @@ def check_unchanged(
 
 
 def _is_passed_on(
-    function: Callable[[PyTree], Any], tree: PyTree, but: Callable[[Any], bool] | None
+    function: Callable[[PyTree], object], tree: PyTree, but: Callable[[object], bool] | None
 ) -> bool:
     """Whether the arrays that a tree has after a call are those that it had before."""
     fixed = arrays_of(tree, but).keys()
     named = jax.tree_util.tree_leaves_with_path(tree)
     structure = jax.tree.structure(tree)
 
-    def again(leaves: list[Any]) -> list[Any]:
+    def again(leaves: list[Array]) -> list[Array]:
         copy = jax.tree.unflatten(structure, leaves)
         function(copy)
         return [*arrays_of(copy, but).values()]
@@ -180,16 +179,16 @@ def _is_passed_on(
     return [_origin(jaxpr, var) for var in jaxpr.outvars] == went_in
 
 
-def _origin(jaxpr: Any, var: Any) -> Any:
+def _origin(jaxpr: Jaxpr, var: object) -> Var | None:
     """The input of a jaxpr that a variable is, perhaps through calls; None for any other value."""
     if not isinstance(var, Var):
         return None
     if var in jaxpr.invars:
         return var
-    (made,) = [equation for equation in jaxpr.eqns if var in equation.outvars] or [None]
-    inner = getattr(made, "params", {}).get("jaxpr")
-    if inner is None or made.primitive.name not in ("jit", "pjit", "checkpoint", "remat2"):
+    made = next((equation for equation in jaxpr.eqns if var in equation.outvars), None)
+    if made is None or made.primitive.name not in ("jit", "pjit", "checkpoint", "remat2"):
         return None
+    inner = made.params["jaxpr"]
     inner = getattr(inner, "jaxpr", inner)
     origin = _origin(inner, inner.outvars[made.outvars.index(var)])
     return None if origin is None else _origin(jaxpr, made.invars[inner.invars.index(origin)])
@@ -279,7 +278,7 @@ def check_layer_variables(layer: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def call_explained(
-    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
+    function: Callable[..., object], given: tuple[PyTree, ...], named: dict[str, PyTree], rule: str
 ) -> Iterator[None]:
     """Raises InputError if a call failed because the function does not take its arguments."""
     try:
@@ -301,7 +300,7 @@ def call_explained(
         raise
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Callable[..., object]) -> inspect.Signature:
     if not isinstance(function, type):
         return inspect.signature(function)
     # That of a class of Flax is of its metaclass, which takes anything.
@@ -313,7 +312,7 @@ def _variables(layer: nnx.Module) -> list[tuple[PyTree, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
 
 
-def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def arrays_of(tree: PyTree, but: Callable[[object], bool] | None = None) -> dict[str, Array]:
     """The leaves of a tree by their paths, without those in a node that `but` is true of."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
     nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
@@ -328,5 +327,5 @@ def _is_floating(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _words(leaf: Any) -> str:
+def _words(leaf: PyTree) -> str:
     return states.type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +23,10 @@ class BatchSplit:
     devices: int
     whole: frozenset[str]
 
-    def __call__(self, layer: Callable[..., Any], x: PyTree, **side: PyTree) -> Any:
+    def __call__(self, layer: Callable[..., PyTree], x: PyTree, **side: PyTree) -> PyTree:
         """What `layer(x, **side)` returns, computed part by part."""
         xs = self._cut(x)
-        sides: list[dict[str, Any]] = [{} for _ in xs]
+        sides: list[dict[str, PyTree]] = [{} for _ in xs]
         for name, value in side.items():
             values = [value] * self.parts if name in self.whole else self._cut(value)
             for at, own in enumerate(values):
@@ -66,7 +65,7 @@ class BatchSplit:
         return jax.tree.map(one, *trees)
 
     def _metrics(self, trees: Sequence[PyTree]) -> PyTree:
-        def one(*parts: Any) -> Any:
+        def one(*parts: PyTree) -> PyTree:
             if isinstance(parts[0], MicrobatchMean):
                 rows = self._joined([part.rows for part in parts])
                 return MicrobatchMean(rows, parts[0].function)

@@ -1,14 +1,13 @@
 """The forward and the backward pass of a visit as two functions, with residuals as arrays."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.stage._closed import Function
 from nnx_pipeline.sharding.layout import is_explicit, place
 
 
@@ -29,7 +28,7 @@ class _Types:
     tree: PyTree
 
 
-def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
+def forward_keeping(function: Function, again: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
     """The result of `function(again, x)`, and the residuals of its derivative as arrays."""
     # Its own `jax.checkpoint` decides what they are. Arrays of `again` are not saved:
     # `backward_from`, which may run in another loop, is given them again.
@@ -60,7 +59,7 @@ def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple
 
     # Linear in the floating arguments alone, and only the results whose gradient is asked for:
     # integers have tangents of dtype float0, which `linear_transpose` does not accept.
-    def tangents_asked(*d_floats: Array) -> list[Array]:
+    def tangents_asked(*d_floats: Array) -> list[Array | None]:
         tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
         for index, tangent in zip(floats, d_floats, strict=True):
             tangents[index] = tangent  # type: ignore[call-overload]
@@ -87,7 +86,7 @@ def none_for_integers(cotangents: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, cotangents)
 
 
-def _with_nones(tree: PyTree) -> list[Any]:
+def _with_nones(tree: PyTree) -> list[Array | None]:
     return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 

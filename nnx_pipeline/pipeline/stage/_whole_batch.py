@@ -1,8 +1,7 @@
 """Sends a whole batch through all layers, one after the other, on a mesh without stages."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +14,18 @@ from nnx_pipeline.pipeline.stage import layers as stages
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 
+State = Sequence[Array | PerMicrobatch]
+
 
 def run_whole_batch(
-    kinds: list[Any],
+    kinds: list[PyTree],
     x: PyTree,
     side: stages.Side,
-    stored: list[Any] | None,
+    stored: State | None,
     *,
     stage: stages.StageLayers,
-    copies_of: Callable[[Any], Any],
-) -> tuple[Any, ...]:
+    copies_of: Callable[[PyTree], PyTree],
+) -> tuple[PyTree, ...]:
     """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
     # If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one
     # layer, so that the full gradient of only one layer exists at a time.
@@ -57,10 +58,10 @@ def run_whole_batch(
     return x, total, left
 
 
-def _of_one_microbatch(state: list[Any]) -> list[Array]:
+def _of_one_microbatch(stored: State) -> list[Array]:
     """Refuses caches of several microbatches."""
     found = []
-    for leaf in state:
+    for leaf in stored:
         if isinstance(leaf, PerMicrobatch):
             if leaf.value.shape[2] != 1:
                 raise InputError(

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,15 @@ from nnx_pipeline.sharding.layout import (
     AxisName,
     Layout,
     P,
+    Variable,
     gather_weight,
     is_explicit,
     is_variable,
     with_layout,
 )
 
-Side = dict[str, Any]  # what a layer reads besides x, by the names of its arguments
-ApplyLayer = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
+Side = dict[str, PyTree]  # what a layer reads besides x, by the names of its arguments
+ApplyLayer = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 AXES_OF_BATCH = Layout().batch  # the mesh axes over which the activations of layers are sharded
@@ -64,7 +65,7 @@ class LayersInTurn:
         return self.in_ticks and self.number > 1 and few
 
     def __call__(
-        self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
+        self, apply: ApplyLayer, layers: Sequence[PyTree], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
 
@@ -167,7 +168,7 @@ def gathered_for_use(layer: PyTree) -> PyTree:
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
-    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    def one(variable: Variable) -> Variable:
         if not variable.get_metadata().get("gather_at_use"):
             return variable
         spec = jax.typeof(variable.get_value()).sharding.spec
@@ -222,7 +223,7 @@ def call_layer(
     # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     layer, number, state = numbered
     keys = side.get("keys")
-    own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
+    own: Side = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
         own["place"] = LayerPlace.of(number, stack)
     layer = gathered_for_use(join_state(layer, without_gradient(state)))
@@ -258,7 +259,7 @@ class StageLayers:
 
     def __call__(
         self, stack: PyTree, x: PyTree, side: Side, state: list[Array] | None = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
@@ -277,7 +278,9 @@ class StageLayers:
             metrics, written = of_all_kinds(found, self.stack)
             return (x, metrics, *([] if state is None else [written]))
 
-        def one_copy(layers: PyTree, x: PyTree, side: Side) -> tuple[PyTree, Any]:
+        def one_copy(
+            layers: PyTree, x: PyTree, side: Side
+        ) -> tuple[PyTree, tuple[LayerResult, ...]]:
             return self.in_turn(functools.partial(call, side={**side, **self.shared}), layers, x)
 
         x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)

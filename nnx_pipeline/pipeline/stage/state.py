@@ -6,10 +6,11 @@ was there of this microbatch. State has no gradient.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
@@ -105,7 +106,7 @@ def take(state: LayerStates, at: At) -> PyTree:
     # that the stage works on in the bubble, and a derivative need not be defined where both are
     # equal. Of what is `PerMicrobatch` it reads any row, because a first state would be a second
     # copy of it.
-    def one(now: Any, first: Any) -> Any:
+    def one(now: PyTree, first: PyTree) -> PyTree:
         if isinstance(now, PerMicrobatch):
             return select_repeat(now.value, at.row)
         return where(at.active, select_repeat(now, at.repeat), select_repeat(first, at.repeat))
@@ -124,7 +125,7 @@ def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
             return jax.tree.map(lambda leaf: leaf[None], new)
         return at_repeat(before, row, new)
 
-    def one(now: Any, new: Any) -> Any:
+    def one(now: PyTree, new: PyTree) -> PyTree:
         if isinstance(now, PerMicrobatch):
             return PerMicrobatch(written(now.value, at.row, new))
         return written(now, at.repeat, new)
@@ -149,7 +150,7 @@ def check_written(before: PyTree, after: PyTree) -> None:
 
 def alike(one: PyTree, other: PyTree) -> bool:
     """Whether two pytrees have the same structure, shapes and dtypes."""
-    trees: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
+    trees: list[object] = [jax.tree.structure(tree) for tree in (one, other)]
     return trees[0] == trees[1] and jax.tree.leaves(types_of(one)) == jax.tree.leaves(
         types_of(other)
     )
@@ -159,6 +160,6 @@ def types_of(tree: PyTree) -> PyTree:
     return jax.tree.map(type_of, tree)
 
 
-def type_of(leaf: Any) -> str:
+def type_of(leaf: ArrayLike) -> str:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

@@ -6,13 +6,14 @@ The arrays here are those of one rank, without an axis of stages.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.experiments.timetables.executor._ends import FirstAndLast, row_at
+from nnx_pipeline.experiments.timetables.executor._ends import EndTotals, FirstAndLast, row_at
 from nnx_pipeline.experiments.timetables.executor._plan import Branch, TimetablePlan, TimetableRows
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import (
@@ -25,6 +26,7 @@ from nnx_pipeline.pipeline.metrics import (
     only_counted,
     weights_like,
 )
+from nnx_pipeline.pipeline.stage._closed import Function
 from nnx_pipeline.pipeline.stage._vjp import (
     add,
     backward_from,
@@ -32,6 +34,7 @@ from nnx_pipeline.pipeline.stage._vjp import (
     none_for_integers,
     zero_gradients,
 )
+from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.stage.state import alike, types_of
 from nnx_pipeline.pipeline.visit import Reads
 
@@ -55,7 +58,7 @@ class RankState(NamedTuple):
     rings: list[list[Array]]  # for each stage function what its visits keep, [slots, …]
     totals: Totals | None  # None where only the loss is asked for
     metrics: PyTree
-    ends: Any  # the totals of `ends.EndTotals`; None where all devices have them
+    ends: EndTotals | None  # the totals; None where all devices have them
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,14 @@ class Branches:
     def step(self, given: Given, state: RankState, row: TimetableRows) -> tuple[RankState, PyTree]:
         """The state after an action, and what the action gives: activations or a cotangent."""
         kinds = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward}
-        choices: list[Callable[..., Any]] = [functools.partial(self._idle, given)]
+        choices: list[Function] = [functools.partial(self._idle, given)]
         for branch in self.plan.branches:
             choices.append(functools.partial(kinds[branch.kind], branch, given))
         found: tuple[RankState, PyTree] = jax.lax.switch(row.branch, choices, state, row)
         return found
 
     def start(
-        self, given: Given, x: PyTree, ends: Any, *, dtype: Any = None, fill: float = 0.0
+        self, given: Given, x: PyTree, ends: EndTotals | None, dtype: DTypeLike | None, fill: float
     ) -> RankState:
         """The state before the first tick.
 
@@ -105,7 +108,7 @@ class Branches:
                     f"one {types_of(metrics)}; all must report the same"
                 )
 
-        def buffer(like: Any, slots: int) -> Array:
+        def buffer(like: Array, slots: int) -> Array:
             value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
             return jnp.full((slots, *like.shape), value, like.dtype)
 
@@ -121,13 +124,15 @@ class Branches:
             ends=ends,
         )
 
-    def visit(self, function: int, given: Given, row: TimetableRows, x: PyTree) -> Any:
+    def visit(
+        self, function: int, given: Given, row: TimetableRows, x: PyTree
+    ) -> tuple[tuple[PyTree, PyTree], PyTree]:
         """(activations, metrics) of a forward visit, and what its derivative keeps.
 
         - `function`: the number of the stage function.
         """
 
-        def apply(reads: Reads, x: tuple[PyTree, Any]) -> Any:
+        def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
             y, metrics = self.functions[function](reads.captured, reads.weights, x, reads.side)
             return y, only_counted(self.metric_weights, metrics)
 
@@ -171,7 +176,7 @@ class Branches:
             ]
         totals = jax.tree.map(_together, state.metrics, metrics, is_leaf=is_metric)
         state = state._replace(rings=rings, metrics=totals)
-        if given.ends is None or not branch.leaves:
+        if given.ends is None or state.ends is None or not branch.leaves:
             return state, y
         ends = given.ends.leave(state.ends, row.microbatch, y)
         return state._replace(ends=ends), ends.d_output if self.differentiate else y
@@ -195,7 +200,7 @@ class Branches:
             state = state._replace(totals=(_add_at(stages, row.chunk, d_stage), captured))
         if branch.kind in "BI":
             message = d_x
-            if branch.enters and given.ends is not None:
+            if branch.enters and given.ends is not None and state.ends is not None:
                 state = state._replace(ends=given.ends.back(state.ends, row.microbatch, d_x))
         return state, message
 
@@ -204,7 +209,7 @@ class Branches:
         return Reads(weights, side, given.captured[function])
 
     def _of_metrics(self, metrics: PyTree) -> PyTree:
-        def one(weight: Any, metric: Metric) -> Metric:
+        def one(weight: float | Array, metric: Metric) -> Metric:
             if not counts(weight):
                 return type(metric)(jnp.zeros_like(metric.value))
             share = jnp.asarray(weight, metric.value.dtype)
@@ -219,7 +224,7 @@ def first_row() -> TimetableRows:
     return TimetableRows(*[jnp.int32(0)] * len(TimetableRows._fields))
 
 
-def _add_at(totals: PyTree, chunk: Any, gradients: PyTree) -> PyTree:
+def _add_at(totals: PyTree, chunk: ArrayLike, gradients: PyTree) -> PyTree:
     def one(total: Array, new: Array) -> Array:
         new = new.astype(total.dtype)
         return (total[0] + new)[None] if total.shape[0] == 1 else total.at[chunk].add(new)

@@ -12,10 +12,11 @@ stages and one row of the timetable:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.experiments.timetables.executor._branches import (
@@ -37,6 +38,7 @@ from nnx_pipeline.pipeline._exchange import from_stage, stage_axis
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Max, Metric, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
+from nnx_pipeline.pipeline.stage._closed import Function
 from nnx_pipeline.sharding.layout import P
 
 
@@ -120,7 +122,7 @@ class TimetableLoop:
         """
         all_weights = LoopWeights.of(weights, stages=[[]] * len(self.functions.stages))
 
-        def call(weights: LoopWeights, inputs: Inputs) -> Any:
+        def call(weights: LoopWeights, inputs: Inputs) -> Array:
             return _Ticks(self, self.plans[1], False, weights, inputs).once()
 
         jax.eval_shape(call, all_weights, inputs)
@@ -142,7 +144,7 @@ class _Ticks:
 
         def local(given: Given, x: PyTree) -> RankState:
             own = None if given.ends is None else given.ends.start(dtype)
-            state = self._branches.start(_own(given), x, own, dtype=dtype, fill=fill)
+            state = self._branches.start(_own(given), x, own, dtype, fill)
             with_axis: RankState = _with_axis(state)
             return with_axis
 
@@ -251,13 +253,13 @@ class _Ticks:
         return found
 
     def _on_ranks(
-        self, function: Callable[..., Any], given: tuple[Any, ...], specs: Any, out_specs: Any
-    ) -> Any:
+        self, function: Function, given: tuple[PyTree, ...], specs: tuple[P, ...], out_specs: P
+    ) -> PyTree:
         """Calls a function on each rank: with what the rank's visits read, and with `given`."""
         weights, inputs, whole = self.weights, self.inputs, P()
-        own: Any = self._ends_of if self.loop.ends_on == "own" else None
+        own = self._ends_of if self.loop.ends_on == "own" else None
 
-        def local(reads: tuple[Any, ...], *given: Any) -> Any:
+        def local(reads: tuple[PyTree, ...], *given: PyTree) -> PyTree:
             stages, captured, side, ends = reads
             ends = None if ends is None else self._make_ends(*ends)
             return function(Given(stages, captured, side, None, ends), *given)
@@ -302,12 +304,12 @@ class _Ticks:
         return jax.eval_shape(lambda: self._ends.enter(jnp.int32(0)))
 
 
-def over_stages() -> Any:
+def over_stages() -> P:
     """The spec of an array whose first axis is that of stages."""
     return P(stage_axis())
 
 
-def on_ranks(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_ranks(function: Function, *, in_specs: PyTree, out_specs: P) -> Function:
     """The function on each rank, with its part of what the specs shard over `stage`."""
     if stage_axis() is None:
         return function
@@ -329,7 +331,7 @@ def _over_all(leaf: Array) -> Array:
     return jnp.sum(leaf, axis=0)
 
 
-def _put(messages: PyTree, slot: Array, new: PyTree) -> PyTree:
+def _put(messages: PyTree, slot: ArrayLike, new: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, slot, 0), messages, new
     )

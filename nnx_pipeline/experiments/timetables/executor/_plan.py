@@ -8,7 +8,7 @@ array is no longer needed, so that there are as few as the timetable allows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -46,23 +46,23 @@ class TimetableRows(NamedTuple):
     In the loop they are arrays of JAX, of one tick and one rank.
     """
 
-    branch: Any  # 0 when idle, else 1 + its place in `Plan.branches`
-    chunk: Any  # which of the rank's stages
+    branch: np.ndarray  # 0 when idle, else 1 + its place in `Plan.branches`
+    chunk: np.ndarray  # which of the rank's stages
     microbatch: np.ndarray
-    take: Any  # the message slot that the action reads
-    keep: Any  # the slot of the ring that it writes or reads
-    enters: Any  # 1 for a forward visit of the first stage, which takes what enters
-    own: Any  # the message slot for what the action itself gives
-    before: Any  # the slot for what the rank before sends
-    after: Any  # the slot for what the rank after sends
-    loss: Any  # the slot for the cotangent of the loss of the tick before
+    take: np.ndarray  # the message slot that the action reads
+    keep: np.ndarray  # the slot of the ring that it writes or reads
+    enters: np.ndarray  # 1 for a forward visit of the first stage, which takes what enters
+    own: np.ndarray  # the message slot for what the action itself gives
+    before: np.ndarray  # the slot for what the rank before sends
+    after: np.ndarray  # the slot for what the rank after sends
+    loss: np.ndarray  # the slot for the cotangent of the loss of the tick before
 
 
 class EndTicks(NamedTuple):
     """When microbatches pass one end of the model, `[ticks]` each."""
 
-    due: Any  # bool, whether one passes in this tick
-    microbatch: Any  # its number, or 0
+    due: np.ndarray  # bool, whether one passes in this tick
+    microbatch: np.ndarray  # its number, or 0
 
 
 class EndsTicks(NamedTuple):

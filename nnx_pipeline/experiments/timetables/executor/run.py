@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -30,7 +29,7 @@ from nnx_pipeline.pipeline.one_f_one_b.run import (
 )
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.stage._checks import checked, checked_enter, checked_leave
-from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._closed import Function, hoist
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.sharding.layout import is_explicit, mesh_sizes
@@ -110,13 +109,13 @@ def run_timetable(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    own: Any = (
+    own: tuple[Function, ...] = (
         checked_enter(functions.enter),
         lifted(checked_leave(functions.leave), lift),
         *map(checked, stages),
     )
 
-    def call(*looks: Callable[..., Any]) -> None:
+    def call(*looks: Function) -> None:
         make_loop(TimetableFunctions(looks[0], looks[2:], looks[1])).visit_once(weights, inputs)
 
     found, captured, traced = hoist(own, call)
