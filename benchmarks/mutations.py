@@ -372,7 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "            x, layer = gradients_in_turn(x, layer)\n",
+        "            x, layer = await_gradient(x, layer)\n",
         "",
         "test_remat",
     ),
@@ -882,8 +882,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "in_scan = not self.apart and self.number > 1",
-        "in_scan = not self.apart",
+        "in_scan = not self.unrolled and self.number > 1",
+        "in_scan = not self.unrolled",
         "test_remat",
     ),
     Mutation(

@@ -189,13 +189,13 @@ def _measure_loop(
         # Once without timing, so that imports at first use do not count for the first arm.
         samples[0].attempt(lambda one: _lowered(one.make()))
         for repetition in range(repetitions):
-            turn = repetition % len(samples)  # so that no arm always comes first
-            for one in (*samples[turn:], *samples[:turn]):
+            first = repetition % len(samples)  # so that no arm always comes first
+            for one in (*samples[first:], *samples[:first]):
                 progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
                 one.attempt(_measure_once)
         for one in samples:
             progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
-            one.attempt(_measure_beside)
+            one.attempt(_measure_compiled)
         progress(f"{loop}: dispatch")
         for _ in range(DISPATCHES):
             for one in samples:
@@ -250,7 +250,7 @@ def _measure_once(one: _Samples) -> None:
         gc.enable()
 
 
-def _measure_beside(one: _Samples) -> None:
+def _measure_compiled(one: _Samples) -> None:
     """Compiles, and measures host memory and calls."""
     program = one.make()
     params, lowered = _lowered(program)

@@ -189,13 +189,13 @@ class NNXAsLinen(nn.Module):
         if new:
             self._put(new, boxes)
 
-    def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
+    def _put(self, new: dict[Path, PyTree], siblings: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.
 
         Linen replaces everything below one name at a time, so what is beside is written again.
         """
         changed = {path[:2] for path in new}
-        kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
+        kept = {path: leaf for path, leaf in (siblings or {}).items() if path[:2] in changed}
         for collection, tree in unflatten_dict({**kept, **new}).items():
             for name, value in tree.items():
                 self.put_variable(collection, name, value)

@@ -203,11 +203,11 @@ class LinenAsNNX(nnx.Module):
         except NoKey as error:  # of an NNX module within this one
             if not self.deterministic:
                 raise
-            raise self._not_told("draws random numbers", error) from error
+            raise self._eval_error("draws random numbers", error) from error
         except flax.errors.ModifyScopeVariableError as error:
             if not self.use_running_average:
                 raise
-            raise self._not_told("changes running statistics", error) from error
+            raise self._eval_error("changes running statistics", error) from error
         if not mutable:
             return out
         out, updates = out
@@ -216,7 +216,7 @@ class LinenAsNNX(nnx.Module):
 
     def _needs_stream(self, error: Exception) -> InputError:
         if self.deterministic:
-            return self._not_told("draws random numbers", error)
+            return self._eval_error("draws random numbers", error)
         return InputError(
             f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
             f"was not given ({_first(error)}); give to_nnx one, such as "
@@ -225,7 +225,7 @@ class LinenAsNNX(nnx.Module):
             "rngs={'dropout': key}"
         )
 
-    def _not_told(self, does: str, error: Exception) -> InputError:
+    def _eval_error(self, does: str, error: Exception) -> InputError:
         return InputError(
             f"{type(self.linen_module).__name__} {does} after eval() ({_first(error)}), as a Linen "
             "module is told by its own arguments and fields; call it with that argument, such as "
@@ -295,8 +295,8 @@ def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
         if name not in vars(node):
             setattr(node, name, nnx.Dict())
         node = vars(node)[name]
-    held = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
-    if not isinstance(held, nnx.Intermediate | None):
+    present = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
+    if not isinstance(present, nnx.Intermediate | None):
         raise InputError(
             f"two variables would be called {'.'.join(path)}, as NNX has no collections to tell "
             "them apart; rename one of them in the Linen module"

@@ -97,9 +97,9 @@ class StageTree:
         one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
         leading = (stages,) if repeats == 1 else (repeats, stages)
-        apart = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
+        prefixes = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
         shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
-        want = {below + path: shape for below in apart for path, shape in shapes.items()}
+        want = {prefix + path: shape for prefix in prefixes for path, shape in shapes.items()}
         found = unboxed_leaves(tree)
         cure = (
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
@@ -109,7 +109,7 @@ class StageTree:
 
         def stack(path: str) -> Array:
             # The loop wants an axis of repeats in any case.
-            leaves = [found[below + path] for below in apart]
+            leaves = [found[prefix + path] for prefix in prefixes]
             leaves = [leaf[None] if repeats == 1 else leaf for leaf in leaves]
             return jnp.stack(leaves, axis=2)
 
@@ -120,22 +120,22 @@ class StageTree:
 class EarlyTree:
     """The parameters of the dense first layers, below MaxText's `decoder`.
 
-    `dense_layers` stacks them along the second axis of every array; with `apart` each layer has its
-    own tree, `dense_layers_0 …`.
+    `dense_layers` stacks them along the second axis of every array. If they are `unscanned` each
+    layer has its own tree, `dense_layers_0 …`.
     """
 
     model: ModelConfig
     layout: Layout
     remat: Remat
-    apart: bool
+    unscanned: bool
 
     def declared(self, module: nn.Module) -> list[Boxed]:
         """The parameters of all layers, or of each, for a decoder's `setup`; `init` makes them."""
         numbers = range(self.model.num_dense_layers)
-        names = [f"{_DENSE}_{number}" for number in numbers] if self.apart else [_DENSE]
+        names = [f"{_DENSE}_{number}" for number in numbers] if self.unscanned else [_DENSE]
         if not module.is_initializing():  # `stacked` checks them with a message of its own
             return [module.get_variable("params", name, {}) for name in names]
-        make = self._make_layer if self.apart else self._make
+        make = self._make_layer if self.unscanned else self._make
         return [module.param(name, make, unbox=False) for name in names]
 
     def stacked(self, trees: list[Boxed]) -> LinenStack:
@@ -144,7 +144,7 @@ class EarlyTree:
         number, want = self.model.num_dense_layers, {}
         for path, leaf in one.items():
             first, *rest = unboxed(leaf).shape
-            want[path] = (first, *rest) if self.apart else (first, number, *rest)
+            want[path] = (first, *rest) if self.unscanned else (first, number, *rest)
         found = [unboxed_leaves(tree) for tree in trees]
         cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
         for layer in found:
@@ -152,7 +152,7 @@ class EarlyTree:
 
         def stack(path: str) -> Array:
             leaves = [layer[path] for layer in found]
-            return jnp.stack(leaves) if self.apart else jnp.moveaxis(leaves[0], 1, 0)
+            return jnp.stack(leaves) if self.unscanned else jnp.moveaxis(leaves[0], 1, 0)
 
         return stacked_layers(self._layer, one, (None,), stack, self.layout)
 

@@ -72,8 +72,8 @@ class Decoder(Configured):
                 weight_options(config),
             )
         else:
-            apart = [kind(*options) for _ in range(model.num_pipeline_layers)]
-            setattr(self, self._group, kind(*options) if where == "scanned" else apart)
+            layers = [kind(*options) for _ in range(model.num_pipeline_layers)]
+            setattr(self, self._group, kind(*options) if where == "scanned" else layers)
         if model.num_dense_layers:
             self.dense_layers = self._early_tree.declared(self)
         self.decoder_norm = RMSNorm(model, self.layout)
@@ -119,8 +119,8 @@ class Decoder(Configured):
 
     @property
     def _early_tree(self) -> EarlyTree:
-        remat, apart = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
-        return EarlyTree(self.config.model, self.layout, remat, apart)
+        remat, unscanned = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
+        return EarlyTree(self.config.model, self.layout, remat, unscanned)
 
     @property
     def _group(self) -> str:

@@ -186,8 +186,8 @@ def sum_chosen(
 
     The other arguments are as for `DenseExperts`.
     """
-    beside = layout.spec("batch_beside_experts", None, None)
-    x, weights, chosen = (place(each, beside) for each in (x, *choice))
+    spec = layout.spec("batch_beside_experts", None, None)
+    x, weights, chosen = (place(each, spec) for each in (x, *choice))
     products = ExpertProducts(layout, group=1)
 
     def one_expert(operands: tuple[Array, ...]) -> Array:

@@ -79,7 +79,7 @@ def prepare(
     mesh = mesh_of(program.config, sizes, platform, at_least=virtual_cpus)
     clock = Clock(progress)
     with jax.set_mesh(mesh), _context_of(program), traced_afresh():
-        held = _held_while_tracing(program, clock) if program.kind == "trace" else None
+        host_bytes = _tracing_memory(program, clock) if program.kind == "trace" else None
         traced = _traced(program, clock)
         lowered = lower_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
         model, length = program.config.model, program.config.train.sequence_length
@@ -95,7 +95,7 @@ def prepare(
             time = time.of_model(needed, bubble_share(program.config, sizes))
         return dataclasses.replace(
             found,
-            trace_host_bytes=held,
+            trace_host_bytes=host_bytes,
             time=time,
             floor=floor(program.config, sizes, platform) if is_own else None,
             choices=taken,
@@ -232,7 +232,7 @@ def _shardings_of(create: Callable[[], Mixtral]) -> nnx.Module:
     return variable_shardings(shapes, shapes.layout, jax.sharding.get_mesh())
 
 
-def _held_while_tracing(program: Program, clock: Clock) -> int:
+def _tracing_memory(program: Program, clock: Clock) -> int:
     """The most bytes that Python holds on the host while a program is traced.
 
     The program is traced once before, so that what is imported or cached at first use counts for

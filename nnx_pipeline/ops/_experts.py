@@ -85,10 +85,10 @@ class DenseExperts:
         """
         # Each device along the mesh axis `expert` applies its own experts to all tokens, so here
         # the tokens are not sharded over that axis.
-        beside = layout.spec("batch_beside_experts", None, None)
+        spec = layout.spec("batch_beside_experts", None, None)
         experts = kernels.gate.shape[0]
         combine = combine_weights(*choice, experts)
-        x, combine = place(x, beside), place(combine, beside)
+        x, combine = place(x, spec), place(combine, spec)
         rows = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
         products = ExpertProducts(
             layout, self.group or group_size(rows, kernels.gate.shape, layout)

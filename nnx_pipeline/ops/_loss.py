@@ -189,8 +189,8 @@ def _tokens_travel(
 
     if not rows:
         return False
-    apart = count(axis for axis in spread if axis not in (*stored, *rows))
-    tokens = math.prod(hidden_shape[:-1]) // apart
+    shards = count(axis for axis in spread if axis not in (*stored, *rows))
+    tokens = math.prod(hidden_shape[:-1]) // shards
     return 2 * tokens < 3 * columns // count(stored)
 
 

@@ -20,16 +20,16 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, with_layo
 
 @dataclass(frozen=True)
 class StackedLayers:
-    """The form in which a loop reads layers, which may be `apart`, and gathers their weights."""
+    """The form in which a loop reads layers, which may be `unrolled`, and gathers their weights."""
 
     config: PipelineConfig
     stack: Stack
     layout: Layout
     weights: WeightOptions
-    apart: bool
+    unrolled: bool
 
     def stacked(self, layers: PyTree) -> PyTree:
-        """For each kind, or each layer of a stage if they are `apart`, stack and numbers."""
+        """For each kind, or each layer of a stage if they are `unrolled`, stack and numbers."""
         # Both have an axis of copies along the mesh axes of `_copied`.
         if self.weights.zero1:
             shards = self.shards(layers, skip=0, axis=2)
@@ -37,7 +37,7 @@ class StackedLayers:
         pairs = tuple(
             (of_kind, self._numbers(kind)) for kind, of_kind in enumerate(self.kinds(layers))
         )
-        if not self.apart:
+        if not self.unrolled:
             return pairs
         return [self._one_layer(pairs, at) for at in range(self.stack.per_stage)]
 
@@ -90,17 +90,17 @@ class StackedLayers:
         copies, over = self.layout.axes("copy"), gathered_axes(self.config)
         if copies == self._copied:
             return FsdpGather(prefetch=self.config.prefetches)
-        apart, at = self.apart, self._layer_axis
+        unrolled, at = self.unrolled, self._layer_axis
         layers, _ = parted(layers)
-        number = self._numbers_spec(stacked=not apart)
+        number = self._numbers_spec(stacked=not unrolled)
         of_kinds = []
         for of_kind in self.kinds(layers):
             specs = self.shards(of_kind, skip=0, axis=2).sharded
-            if apart:
+            if unrolled:
                 specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
             of_kinds.append((*specs, number))
         return FsdpGather(
-            specs=sum(of_kinds, ()) * (self.stack.shape[2] if apart else 1),
+            specs=sum(of_kinds, ()) * (self.stack.shape[2] if unrolled else 1),
             copies=copies,
             over=(*over, *self.weights.zero1),
             dtype=self.weights.dtype if over else None,

@@ -46,7 +46,7 @@ def _is_shared(value: object) -> bool:
     return isinstance(value, Shared)
 
 
-def apart(side: Side) -> tuple[Side, Side]:
+def split_shared(side: Side) -> tuple[Side, Side]:
     """The side inputs that are cut as the batch is, and the values of those that are `Shared`."""
     shared = {name: each.value for name, each in side.items() if _is_shared(each)}
     return {name: each for name, each in side.items() if name not in shared}, shared
@@ -126,7 +126,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> nnx.Module:
 
     def check_two(key: Array) -> None:
         one, other = make(key), make(key)
-        checks.check_apart(one, other)
+        checks.check_no_sharing(one, other)
         _check_axes(one, layout)
         checks.check_same(one, other)
 

@@ -88,8 +88,8 @@ class Layout:
         These mesh axes no longer shard the batch within a copy.
         """
         batch = tuple(axis for axis in self.batch if axis not in copy)
-        beside = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
-        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=beside)
+        with_experts = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
+        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=with_experts)
 
     def gathered(self, over: MeshAxes) -> "Layout":
         """The layout of layers whose weights are gathered over the mesh axes `over`."""
@@ -118,10 +118,10 @@ class Layout:
         def devices(axes: MeshAxes) -> int:
             return math.prod(sizes.get(axis, 1) for axis in axes)
 
-        def fitting(length: int, beside: MeshAxes = ()) -> MeshAxes:
+        def fitting(length: int, used: MeshAxes = ()) -> MeshAxes:
             counts = range(len(self.vocab), -1, -1)
             some = (some for n in counts for some in itertools.combinations(self.vocab, n))
-            fit = (axes for axes in some if length % devices((*beside, *axes)) == 0)
+            fit = (axes for axes in some if length % devices((*used, *axes)) == 0)
             return max(fit, key=devices, default=())
 
         rows = fitting(size)
@@ -280,19 +280,19 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     return place(kernel if is_explicit() else place(kernel, stored), used)
 
 
-def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
+def reordered(x: Array, axis: int, old: MeshAxes, new: MeshAxes) -> Array:
     """The array with the shards along one axis, that collectives put together, in another order.
 
-    `found` are the mesh axes in whose order they are, and `wanted` the same ones in the new order,
+    `old` are the mesh axes in whose order they are, and `new` the same ones in the new order,
     the most significant one first. `x` is whole along `axis` on a device.
     """
-    if found == wanted:
+    if old == new:
         return x
     sizes, before = mesh_sizes(), x.shape[:axis]
-    apart = x.reshape(*before, *(sizes[name] for name in found), -1, *x.shape[axis + 1 :])
-    order = [axis + found.index(name) for name in wanted]
-    rest = range(axis + len(found), apart.ndim)
-    return apart.transpose(*range(axis), *order, *rest).reshape(x.shape)
+    split = x.reshape(*before, *(sizes[name] for name in old), -1, *x.shape[axis + 1 :])
+    order = [axis + old.index(name) for name in new]
+    rest = range(axis + len(old), split.ndim)
+    return split.transpose(*range(axis), *order, *rest).reshape(x.shape)
 
 
 def portable_key(key: Array) -> Array:

@@ -200,8 +200,8 @@ def find_layout(
     for group in _LATER_GROUPS:
         if axes := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
             return TreeLayout(SCANNED, axes[0] + dense, num_dense_layers=dense)
-        if apart := _apart(shapes, f"decoder/{group}_"):
-            return TreeLayout(UNSCANNED, apart + dense, num_dense_layers=dense)
+        if layers := _count_layers(shapes, f"decoder/{group}_"):
+            return TreeLayout(UNSCANNED, layers + dense, num_dense_layers=dense)
     raise Mismatch(
         f"{where} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
         "decoder/pipeline_module/layers); is it a checkpoint of another model?"
@@ -211,10 +211,10 @@ def find_layout(
 def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
     axes = _leading(shapes, f"{_NNX_EARLY}/", nnx=True)
     axes = axes or _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS)
-    return axes[0] if axes else _apart(shapes, f"decoder/{_NNX_EARLY}_")
+    return axes[0] if axes else _count_layers(shapes, f"decoder/{_NNX_EARLY}_")
 
 
-def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+def _count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
     """How many layers a tree holds in subtrees `<prefix>0`, `<prefix>1` and so on."""
     numbers = [re.match(rf"{prefix}(\d+)/", name) for name in shapes]
     return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
@@ -230,7 +230,7 @@ def _pipelined(
             "MaxText's scan_layers_per_stage is not supported: convert it with "
             "scan_layers_per_stage=false"
         )
-    per_stage = _apart(shapes, f"{_PIPELINE}/layers_") or 1
+    per_stage = _count_layers(shapes, f"{_PIPELINE}/layers_") or 1
     repeats, stages = axes if len(axes) == 2 else (1, *axes)
     return TreeLayout(PIPELINED, per_stage * repeats * stages + dense, stages, repeats, dense)
 

@@ -22,7 +22,7 @@ _ABSENT_IN_YARN = {"beta_slow": 1.0, "beta_fast": 32.0}
 _OF_SCORES = ("mscale", "mscale_all_dim", "attention_factor")
 Value = TypeVar("Value")
 DICTIONARIES = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
-READ_APART = ("qk_nope_head_dim", "qk_head_dim")
+READ_ELSEWHERE = ("qk_nope_head_dim", "qk_head_dim")
 KEYS = ("rope_theta", *DICTIONARIES)
 
 

@@ -62,7 +62,7 @@ _ONLY: Only = {
     "quantization_config": Allowed((None,), "save the model with plain float weights"),
     "compression_config": Allowed((None,), "save the model with plain float weights"),
 }
-_READ_APART = {
+_READ_ELSEWHERE = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
     *(*ropes.KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
 }
@@ -245,8 +245,8 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
     name, own = architecture.name, {*architecture.experts, *architecture.only}
-    own |= {*ropes.READ_APART} if architecture.latent else set()
-    known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
+    own |= {*ropes.READ_ELSEWHERE} if architecture.latent else set()
+    known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_ELSEWHERE, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
         if value and key not in UNREAD:

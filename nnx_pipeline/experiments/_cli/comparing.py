@@ -78,9 +78,9 @@ def _check(
     if option and measuring.sweeps:
         raise InputError(f"{option} cannot be combined with --sweep; use --xla instead")
     if len(models) > 2 or (several and (option or experiments or measuring.sweeps)):
-        beside = models[2:] or [*filter(None, (option,)), *experiments, "--sweep"]
+        extra = models[2:] or [*filter(None, (option,)), *experiments, "--sweep"]
         raise InputError(
-            f"{several} are two presets to compare; leave out {beside[0]}, or one of the presets"
+            f"{several} are two presets to compare; leave out {extra[0]}, or one of the presets"
         )
 
 

@@ -62,8 +62,8 @@ class Sizes:
     @property
     def gathers_first(self) -> bool:
         """Whether a loop gathers weights before the ticks that use them; ZeRO-1's from shards."""
-        apart = self.mesh.fsdp > 1 or bool(self.state.model.zero1)
-        return self.config.pipeline.gathers_before_use and self.in_loop and apart
+        sharded = self.mesh.fsdp > 1 or bool(self.state.model.zero1)
+        return self.config.pipeline.gathers_before_use and self.in_loop and sharded
 
     @property
     def microbatches(self) -> int:
@@ -173,11 +173,11 @@ class Sizes:
         chunks = train.loss_chunks_of(self.microbatches) if one_by_one else train.loss_chunks
         shape = (sequences, train.sequence_length, model.embed_dim)
         plan = make_plan(shape, model.vocab_size, axes, chunks, self.optimizer_layout)
-        apart = self.mesh.product(*plan.tokens)
-        spread = apart * self.mesh.product(*plan.shared)
+        shards = self.mesh.product(*plan.tokens)
+        spread = shards * self.mesh.product(*plan.shared)
         tokens = sequences * train.sequence_length
         return Head(
-            chunk_tokens=tokens // apart // chunks,
+            chunk_tokens=tokens // shards // chunks,
             own_tokens=tokens // spread,
             columns=plan.padded // self.mesh.product(*plan.vocab),
             is_moved=bool(plan.gathered or plan.turned),

@@ -24,10 +24,10 @@ def interleaved(ranks: int, microbatches: int, repeats: int) -> Actions:
     order = np.empty_like(place)  # the inverse: the forward visits are counted before the others
     np.put_along_axis(order, place, np.arange(2 * visits)[None], axis=1)
     back, visit = np.divmod(order, visits)
-    passage, within = np.divmod(visit, ranks)
-    group, chunk = np.divmod(passage, repeats)
+    sweep, within = np.divmod(visit, ranks)
+    group, chunk = np.divmod(sweep, repeats)
     # An action reads the same visit of the rank next to it, and at an end of the ranks a visit of
-    # the rank at the other end, a passage earlier. In the first passage of a group nothing is
+    # the rank at the other end, a sweep earlier. In the first sweep of a group nothing is
     # waited for there: the first rank takes microbatches in, and the last rank turns back what it
     # made earlier in its order.
     besides = rank + np.where(back, 1, -1)

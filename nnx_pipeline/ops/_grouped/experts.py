@@ -124,7 +124,7 @@ class _OnDevice(OnDevices):
 
         return sorting.Order(*self.per_device(local, [self.tokens], self.orders)(experts))
 
-    def in_turn(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
+    def by_group(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
         """The results of one group after the other, and the gradients of their kernels."""
         steps = self.own // self.group
         if steps == 1:  # there is nothing to add to
@@ -165,7 +165,7 @@ class _OnDevice(OnDevices):
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
                 return [groups.product(place, rows, one) for place, one in enumerate(whole)], ()
 
-            return tuple(rows[None] for rows in self.in_turn(some, order, kernels)[0])
+            return tuple(rows[None] for rows in self.by_group(some, order, kernels)[0])
 
         specs = [self.tokens, *self.orders, self.into, self.into]
         opened, raised = self.per_device(local, specs, [self.rows] * 2)(x, *places, gate, up)
@@ -188,7 +188,7 @@ class _OnDevice(OnDevices):
                     d_kernels.append(self.summed(groups.outer(rows, d_row), 1))
                 return parts, tuple(d_kernels)
 
-            (of_gate, of_up), d_kernels = self.in_turn(some, order, kernels)
+            (of_gate, of_up), d_kernels = self.by_group(some, order, kernels)
             return self.to_owners(sorting.from_rows(of_gate + of_up, order), x), *d_kernels
 
         into, rows = self.into, self.rows
@@ -209,7 +209,7 @@ class _OnDevice(OnDevices):
             def some(groups: _Groups, down: Array) -> _OfGroup:
                 return [groups.product(0, weighed, self.gathered(down, 2))], ()
 
-            (rows,), _ = self.in_turn(some, order, (down,))
+            (rows,), _ = self.by_group(some, order, (down,))
             return (self.to_owners(sorting.from_rows(rows, order), weights),)
 
         specs = [self.rows, self.tokens, *self.orders, self.down]
@@ -229,7 +229,7 @@ class _OnDevice(OnDevices):
                 part = groups.product(0, d_rows, self.gathered(down, 2), transposed=True)
                 return [part], (self.summed(groups.outer(weighed, d_rows), 2),)
 
-            (d_weighed,), (d_down,) = self.in_turn(some, order, (down,))
+            (d_weighed,), (d_down,) = self.by_group(some, order, (down,))
             d_share = jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=1)
             d_weights = self.to_owners(sorting.weights_of_choices(d_share, order), weights)
             d_hidden = d_weighed * share[:, None]

@@ -21,12 +21,12 @@ from nnx_pipeline.pipeline.circular._tick import CircularLoop, Wrap
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
-from nnx_pipeline.pipeline.stage._closed import Function, hoist
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.visit import Reads, Visit
-from nnx_pipeline.sharding._gradients import asked_of, is_symbolic_zero, or_zeros, values_of
+from nnx_pipeline.sharding._gradients import is_symbolic_zero, or_zeros, perturbed, values_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _run(ticks: AllTicks, params: PyTree, moving: Moving, others: Others) -> tup
 def _run_forward(
     ticks: AllTicks, params: PyTree, moving: PyTree, others: PyTree
 ) -> tuple[tuple[Moving, PyTree], PyTree]:
-    needed = _Needed(tuple(jax.tree.leaves(asked_of((params, others)))))
+    needed = _Needed(tuple(jax.tree.leaves(perturbed((params, others)))))
     params, moving, others = values_of((params, moving, others))
     (end, state), metrics, saved = ticks.forward(params, moving, others, keep=True)
     return ((end.stream, state), metrics), (params, moving[1], others, saved, needed)

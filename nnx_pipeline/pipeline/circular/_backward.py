@@ -104,8 +104,8 @@ class TwoWayTick:
         d_reads, d_x = self.visit.back(residuals, reads, d_y, d_metrics, state=written)
         (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
         d_weights = self.visit.only(d_reads.weights)
-        d_rows, d_closed = only(self.needed, Others(*d_reads[1:]))
-        d_others = Others(_to_microbatches(others.side, d_rows, now), d_closed)
+        d_rows, d_captured = only(self.needed, Others(*d_reads[1:]))
+        d_others = Others(_to_microbatches(others.side, d_rows, now), d_captured)
         return Cotangents(before, add(after.others, d_others)), d_weights
 
     def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
@@ -113,8 +113,8 @@ class TwoWayTick:
         # Called only for the structure and the shapes of the carry, which then becomes zeros.
         empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
         carry = jax.tree.map(jnp.zeros_like, empty)
-        d_closed = zero_gradients(others.captured, others.captured, self.visit.grad_dtype)
-        d_others = Others(zero_gradients(others.side, others.side), d_closed)
+        d_captured = zero_gradients(others.captured, others.captured, self.visit.grad_dtype)
+        d_others = Others(zero_gradients(others.side, others.side), d_captured)
         return Cotangents(carry._replace(stream=d_stream), only(self.needed, d_others))
 
 

@@ -25,7 +25,7 @@ from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
 

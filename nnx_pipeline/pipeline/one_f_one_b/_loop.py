@@ -88,8 +88,8 @@ class OneForwardOneBackwardLoop:
         if state.gradients is None:
             return state
         scattered = visit.total(state.gradients.stages, stored.stages)
-        d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.captured)
-        gradients = state.gradients._replace(stages=scattered, captured=d_closed)
+        d_captured = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.captured)
+        gradients = state.gradients._replace(stages=scattered, captured=d_captured)
         d_side = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.of_inputs.side)
         of_inputs = state.of_inputs._replace(side=d_side)
         return state._replace(gradients=gradients, of_inputs=of_inputs)

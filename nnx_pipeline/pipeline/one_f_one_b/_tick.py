@@ -25,7 +25,7 @@ from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_co
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers
 from nnx_pipeline.pipeline.stage.apply import Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.state import At, put, take

@@ -23,7 +23,7 @@ from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForward
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage import _checks as checks
-from nnx_pipeline.pipeline.stage._closed import Function, hoist
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
@@ -219,11 +219,11 @@ def _run_forward(
     if loop.unlifted:
         refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
-        needed = grads.asked_of(inputs)
+        needed = grads.perturbed(inputs)
         loop = dataclasses.replace(
             loop,
             needed=needed if any(jax.tree.leaves(needed)) else None,
-            tick=dataclasses.replace(loop.tick, needed=grads.asked_of(weights)),
+            tick=dataclasses.replace(loop.tick, needed=grads.perturbed(weights)),
         )
         inputs = grads.values_of(inputs)
     else:
@@ -255,12 +255,12 @@ def _run_backward(
             "share of each metric in it, or use the circular schedule"
         )
     d_loss = grads.or_zeros(d_loss)
-    d_weights, d_asked = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
+    d_weights, d_needed = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
     d_inputs = no_gradient(inputs)
-    if d_asked is not None:
+    if d_needed is not None:
         d_inputs = jax.tree.map(
             lambda new, none: none if new is None else new,
-            d_asked,
+            d_needed,
             d_inputs,
             is_leaf=lambda leaf: leaf is None,
         )

@@ -197,7 +197,7 @@ def _origin(jaxpr: Jaxpr, var: object) -> Var | None:
 _IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not trained"
 
 
-def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
+def check_no_sharing(layer: nnx.Module, another: nnx.Module) -> None:
     others = {id(leaf) for _, leaf in _variables(another)}
     for path, leaf in _variables(layer):
         if id(leaf) in others:

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.stage.layers import LayersInTurn, NumberedLayer, Side, call_layer
+from nnx_pipeline.pipeline.stage.layers import LayerSequence, NumberedLayer, Side, call_layer
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state
 from nnx_pipeline.sharding.layout import (
     Layout,
@@ -83,14 +83,14 @@ class EarlyLayers:
     ) -> tuple[Array, list[Array]]:
         """All layers applied to `[batch, …]`, with caches `[layers, batch, …]`."""
         stack = Stack(1, 1, self.number, self.number)
-        in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
+        sequence = LayerSequence(self.number, 1, self.remat, in_ticks=False)
 
         def one(x: Array, numbered: NumberedLayer) -> tuple[Array, list[Array]]:
             y, result = call_layer(x, numbered, side, stack=stack)
             return y, result.state
 
         numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
-        y, (written,) = in_turn(one, (NumberedLayer(layers, numbers, caches),), x)
+        y, (written,) = sequence(one, (NumberedLayer(layers, numbers, caches),), x)
         return y, written
 
     def _on_stages(

@@ -58,8 +58,8 @@ class BatchSplit:
     def _joined(self, trees: Sequence[PyTree]) -> PyTree:
         def one(*parts: Array) -> Array:
             small, same = parts[0].shape[0] // self.devices, parts[0].ndim - 1
-            apart = [_reshaped(part, (self.devices, small), same) for part in parts]
-            every = jnp.concatenate(apart, axis=1)
+            by_device = [_reshaped(part, (self.devices, small), same) for part in parts]
+            every = jnp.concatenate(by_device, axis=1)
             return _reshaped(every, (every.shape[0] * every.shape[1],), same)
 
         return jax.tree.map(one, *trees)

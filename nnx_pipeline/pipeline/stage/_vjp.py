@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import is_explicit, place
 
 
@@ -59,14 +59,14 @@ def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple
 
     # Linear in the floating arguments alone, and only the results whose gradient is asked for:
     # integers have tangents of dtype float0, which `linear_transpose` does not accept.
-    def tangents_asked(*d_floats: Array) -> list[Array | None]:
+    def needed_tangents(*d_floats: Array) -> list[Array | None]:
         tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
         for index, tangent in zip(floats, d_floats, strict=True):
             tangents[index] = tangent  # type: ignore[call-overload]
         d_outs = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
         return [leaf for leaf, d_out in zip(d_outs, needed, strict=True) if d_out is not None]
 
-    back = jax.linear_transpose(tangents_asked, *(primals[index] for index in floats))
+    back = jax.linear_transpose(needed_tangents, *(primals[index] for index in floats))
     found: list[Array | None] = [None] * len(primals)
     d_floats = back([d_out for d_out in needed if d_out is not None])
     for index, cotangent in zip(floats, d_floats, strict=True):

@@ -46,7 +46,7 @@ def run_whole_batch(
     numbers = [jnp.asarray(stack.numbers(kind)) for kind in range(len(kinds))]
     whole = tuple(map(stages.NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
-    x, found = stage.in_turn(apply, in_order(whole, stack), x)
+    x, found = stage.sequence(apply, in_order(whole, stack), x)
     metrics, written = stages.of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
     total = given_out(metrics, x)
     if stored is None or state is None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab._tracing.jaxpr import inner_jaxprs, with_bodies
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import P, is_explicit, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with

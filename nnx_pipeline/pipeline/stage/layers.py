@@ -42,7 +42,7 @@ UNROLLED = 4
 
 
 @dataclass(frozen=True)
-class LayersInTurn:
+class LayerSequence:
     """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick."""
 
     number: int
@@ -51,7 +51,7 @@ class LayersInTurn:
     in_ticks: bool
 
     @property
-    def apart(self) -> bool:
+    def unrolled(self) -> bool:
         """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
         # A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
         # weights of each out of the stack, and put its gradient into a stack of the visit, which is
@@ -67,7 +67,7 @@ class LayersInTurn:
     def __call__(
         self, apply: ApplyLayer, layers: Sequence[PyTree], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
+        """Applies all layers, if `unrolled`, or the stack of each kind; metrics by kind."""
 
         def one_of_each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             found = []
@@ -83,13 +83,13 @@ class LayersInTurn:
             x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], found)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
-        in_scan = not self.apart and self.number > 1
+        in_scan = not self.unrolled and self.number > 1
         one = self.remat.checkpoint(one, in_scan=in_scan)
-        if not self.apart:
+        if not self.unrolled:
             return jax.lax.scan(one_of_each_kind, x, layers)
         each = []
         for layer in layers:
-            x, layer = gradients_in_turn(x, layer)
+            x, layer = await_gradient(x, layer)
             x, metrics = one(_named(x, LAYER_INPUT), layer)
             each.append(_named(metrics, LAYER_METRICS))
         of_kinds = [each[kind :: self.kinds] for kind in range(self.kinds)]
@@ -109,7 +109,7 @@ def _stacked(trees: Sequence[PyTree]) -> PyTree:
 
 
 @jax.custom_jvp
-def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
+def await_gradient(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     """Returns its arguments, and makes the backward pass wait for the gradient of `layer`."""
     # A compiler may otherwise put off the gradients of all layers, and hold everything that they
     # are made of: with 4 layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1)
@@ -117,7 +117,7 @@ def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     return x, layer
 
 
-def _in_turn_tangents(
+def _await_gradient_jvp(
     primals: tuple[PyTree, PyTree], tangents: tuple[PyTree, PyTree]
 ) -> tuple[PyTree, PyTree]:
     """A barrier over the tangents, whose transpose is one over the cotangents."""
@@ -133,7 +133,7 @@ def _is_zero_tangent(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
-gradients_in_turn.defjvp(_in_turn_tangents, symbolic_zeros=True)
+await_gradient.defjvp(_await_gradient_jvp, symbolic_zeros=True)
 
 
 class LayerPlace(NamedTuple):
@@ -251,7 +251,7 @@ class StageLayers:
     """The function of a stage: applies its layers to a microbatch, once per copy of the weights."""
 
     stack: Stack
-    in_turn: LayersInTurn
+    sequence: LayerSequence
     layout: Layout
     split: BatchSplit | None
     shared: Side
@@ -263,7 +263,7 @@ class StageLayers:
         """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
-        if self.in_turn.apart:
+        if self.sequence.unrolled:
             of_layers = [divmod(at, kinds) for at in range(len(stack))]
             states = [[leaf[at] for leaf in states[kind]] for at, kind in of_layers]
         layers = tuple(
@@ -274,14 +274,14 @@ class StageLayers:
         copies = self.layout.axes("copy")
         if not copies:
             apply = functools.partial(call, side={**side, **self.shared})
-            x, found = self.in_turn(apply, layers, x)
+            x, found = self.sequence(apply, layers, x)
             metrics, written = of_all_kinds(found, self.stack)
             return (x, metrics, *([] if state is None else [written]))
 
         def one_copy(
             layers: PyTree, x: PyTree, side: Side
         ) -> tuple[PyTree, tuple[LayerResult, ...]]:
-            return self.in_turn(functools.partial(call, side={**side, **self.shared}), layers, x)
+            return self.sequence(functools.partial(call, side={**side, **self.shared}), layers, x)
 
         x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
         metrics, _ = of_all_kinds(found, self.stack, copies=0)

@@ -42,11 +42,11 @@ class Folder:
 
     @contextmanager
     def opened(
-        self, config: Config, origin: Origin, stages: int, asked: Container[str]
+        self, config: Config, origin: Origin, stages: int, fields: Container[str]
     ) -> Iterator[Saver | None]:
         """What saves the steps of a training; None where nothing is to be saved.
 
-        `asked` are the fields of the config that the user has set. Within the context no other
+        `fields` are the fields of the config that the user has set. Within the context no other
         process can train in the folder.
         """
         if self.name is None:
@@ -70,7 +70,7 @@ class Folder:
                 offered.begin(self.name, config, origin)
                 newest = None
             else:
-                config, newest = found.to_go_on(config, origin, stages, asked), found.step
+                config, newest = found.to_go_on(config, origin, stages, fields), found.step
             yield Saver(offered, self.name, self.every, config, origin, found, newest)
 
     def _nothing(self) -> str:

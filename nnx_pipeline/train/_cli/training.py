@@ -89,10 +89,10 @@ def train_and_save(
     _check_memory(config, devices)
     texts = read_texts(run.data, config) if run.data else None
     origin = Origin(run.seed, texts.digest if texts else None)
-    asked = parse_overrides(chosen.assignments)
+    fields = parse_overrides(chosen.assignments)
     losses: list[float] = []
     router = None
-    with folder.opened(config, origin, place.mesh_config.stage, asked) as saver, compiler_errors():
+    with folder.opened(config, origin, place.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)

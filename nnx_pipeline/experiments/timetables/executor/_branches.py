@@ -26,7 +26,7 @@ from nnx_pipeline.pipeline.metrics import (
     only_counted,
     weights_like,
 )
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.pipeline.stage._vjp import (
     add,
     backward_from,
@@ -191,12 +191,12 @@ class Branches:
         residuals = jax.tree.unflatten(jax.tree.structure(residuals), stored)
         d_out: PyTree = (row_at(state.messages, row.take), []), self._of_metrics(state.metrics)
         again = self._reads(branch.function, given, row)
-        (d_stage, _, d_closed), (d_x, _) = backward_from(residuals, again, d_out)
+        (d_stage, _, d_hoisted), (d_x, _) = backward_from(residuals, again, d_out)
         message = _nothing_given(state)
         if branch.kind in "BW":
             stages, captured = state.totals
             captured = list(captured)
-            captured[branch.function] = add(captured[branch.function], none_for_integers(d_closed))
+            captured[branch.function] = add(captured[branch.function], none_for_integers(d_hoisted))
             state = state._replace(totals=(_add_at(stages, row.chunk, d_stage), captured))
         if branch.kind in "BI":
             message = d_x

@@ -38,7 +38,7 @@ from nnx_pipeline.pipeline._exchange import from_stage, stage_axis
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Max, Metric, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
-from nnx_pipeline.pipeline.stage._closed import Function
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import P
 
 

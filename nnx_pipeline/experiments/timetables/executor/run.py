@@ -29,7 +29,7 @@ from nnx_pipeline.pipeline.one_f_one_b.run import (
 )
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.stage._checks import checked, checked_enter, checked_leave
-from nnx_pipeline.pipeline.stage._closed import Function, hoist
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.sharding.layout import is_explicit, mesh_sizes

@@ -57,10 +57,10 @@ def hoist(
     captured = tuple([_on_mesh(leaf) for leaf in program.jaxpr.consts] for program in programs)
     pairs = zip(functions, programs, strict=True)
     traced = tuple(program.jaxpr for program in programs)
-    return tuple(_with_closed(*pair) for pair in pairs), captured, traced
+    return tuple(_with_captured(*pair) for pair in pairs), captured, traced
 
 
-def _with_closed(function: Function, program: _Program) -> Function:
+def _with_captured(function: Function, program: _Program) -> Function:
     return lambda captured, *given: program(captured, given) if captured else function(*given)
 
 
