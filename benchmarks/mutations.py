@@ -180,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "return loss + loss_of_one, gradients, d_output",
-        "return loss_of_one, gradients, d_output",
+        "return loss + new_loss, so_far, d_output",
+        "return new_loss, so_far, d_output",
         "test_one_f_one_b",
     ),
     Mutation(

@@ -147,8 +147,8 @@ def layer_names(found: Inspection) -> tuple[Names, ...]:
     if found.is_latent:
         return naming.of_deepseek(_latent_paths(found))
 
-    def has(*ends: str) -> bool:
-        return any(name.endswith(ends) for name in found.parameters)
+    def has(*suffixes: str) -> bool:
+        return any(name.endswith(suffixes) for name in found.parameters)
 
     gate = found.parameters.get(_NNX_GATE)
     stacked = gate is not None and len(found.layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3

@@ -102,7 +102,7 @@ class Decoder(Configured):
         if model.num_dense_layers:
             early["early"] = functional.early_layers(self.config, self.layout, runner.layout)
             early["early_layers"] = self._early_tree.stacked(self.dense_layers)
-        ends = functional.Ends(
+        outer = functional.OuterLayers(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
             table=table,
@@ -112,10 +112,10 @@ class Decoder(Configured):
             **early,
         )
         if self._where() != "pipelined":
-            return functional.Decoder(self.config, runner, ends, self._run_layers, None)
+            return functional.Decoder(self.config, runner, outer, self._run_layers, None)
         pipeline = self.pipeline_module
         run_loss = functools.partial(pipeline.loss, width=(model.embed_dim,))
-        return functional.Decoder(self.config, runner, ends, pipeline.run, run_loss)
+        return functional.Decoder(self.config, runner, outer, pipeline.run, run_loss)
 
     @property
     def _early_tree(self) -> EarlyTree:

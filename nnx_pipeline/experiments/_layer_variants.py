@@ -162,7 +162,7 @@ def _through_float32(x: Array) -> Array:
     return x.astype(jnp.float32).astype(x.dtype)
 
 
-def leave_gradient(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+def uncast(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """No cast: MaxText leaves gradients as they are if `grad_dtype` is float32 (seeds S2.13b)."""
     del dtype
     return x
@@ -269,7 +269,7 @@ HIDDEN_THROUGH_FLOAT32 = (
 )
 RESHARDED = (Replaced(f"{_MODULES}.moe", "routed_experts", routed_and_resharded),)
 FULL_LOGITS = (Replaced(f"{_MODULES}.decoder", "chunked_cross_entropy", full_cross_entropy),)
-GRADIENT_LEFT = (Replaced("nnx_pipeline.train.step", "cast_to_other", leave_gradient),)
+GRADIENT_LEFT = (Replaced("nnx_pipeline.train.step", "cast_to_other", uncast),)
 
 
 def experts_by(mix_of: Callable[[ModelConfig], Mix]) -> tuple[Replaced, ...]:

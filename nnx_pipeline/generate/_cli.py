@@ -96,14 +96,14 @@ class Drawing:
     seed: int
     end_token: str | None
 
-    def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
+    def request(self, prompts: tuple[tuple[int, ...], ...], end_tokens: tuple[int, ...]) -> Request:
         from nnx_pipeline.generate import Request, Sampling
 
         if self.end_token is not None:
-            ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
+            end_tokens = () if self.end_token == "none" else _ids("--end-token", self.end_token)
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
         sampling, count = Sampling(**drawn), self.new_tokens
-        return Request(prompts=prompts, new_tokens=count, end_tokens=ends, sampling=sampling)
+        return Request(prompts=prompts, new_tokens=count, end_tokens=end_tokens, sampling=sampling)
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:

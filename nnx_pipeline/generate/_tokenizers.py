@@ -10,7 +10,7 @@ from nnx_pipeline.train._text import BYTE_VALUES, END
 
 FILE = "tokenizer.json"
 # Where Hugging Face folders say which tokens end a text, the first that says so.
-_ENDS = ("generation_config.json", "config.json")
+_END_TOKEN_FILES = ("generation_config.json", "config.json")
 
 
 class Tokenizer(Protocol):
@@ -101,7 +101,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
 
     A file that says something else there is refused: texts would go on after their end.
     """
-    for path in (folder / name for name in _ENDS):
+    for path in (folder / name for name in _END_TOKEN_FILES):
         if not path.is_file():
             continue
         try:

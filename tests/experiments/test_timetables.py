@@ -286,8 +286,10 @@ def test_every_action_finds_what_it_reads(
     functions = [data.draw(st.integers(0, 2)) for _ in range(actions.stages)]
     plan = make_timetable_plan(actions, functions)
     simulated(actions, plan)
-    ends_ticks = plan.ends_ticks
-    assert all(sorted(each.microbatch[each.due]) == [*range(ranks * groups)] for each in ends_ticks)
+    outer_ticks = plan.outer_ticks
+    assert all(
+        sorted(each.microbatch[each.due]) == [*range(ranks * groups)] for each in outer_ticks
+    )
     assert sum(plan.rings) >= max(actions.kept)
     simulated(forward_only(actions), make_timetable_plan(forward_only(actions), functions))
 

@@ -31,8 +31,8 @@ def interleaved(ranks: int, microbatches: int, repeats: int) -> Actions:
     # waited for there: the first rank takes microbatches in, and the last rank turns back what it
     # made earlier in its order.
     besides = rank + np.where(back, 1, -1)
-    ends = besides % ranks != besides
-    needs = np.where(ends & (chunk == 0), 0, 1 + place[besides % ranks, order - ranks * ends])
+    wraps = besides % ranks != besides
+    needs = np.where(wraps & (chunk == 0), 0, 1 + place[besides % ranks, order - ranks * wraps])
     taken = _run(besides % ranks, needs)
     stage = np.where(back, repeats - 1 - chunk, chunk) * ranks + rank
     tables = (np.where(back, BACKWARD, FORWARD), stage, group * ranks + within)

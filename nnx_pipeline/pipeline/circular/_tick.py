@@ -192,13 +192,13 @@ class CircularLoop:
         # With `jax.checkpoint` as `linear`, put around the steps before and after the visit, which
         # are linear in the carry, JAX saves only the timetable's row of them.
         how = self.schedule, self.shift_by
-        enter = linear(functools.partial(stage_inputs, *how))
+        select = linear(functools.partial(stage_inputs, *how))
         pass_on = linear(functools.partial(stage_outputs, *how))
 
         def tick(before: Before, now: CircularPlan) -> tuple[Before, PyTree]:
             carry, state = before
             at = self.visits_at(now)
-            mid, x = enter(now, carry)
+            mid, x = select(now, carry)
             (y, written), visited = make(now, (name_input(x), take(state, at)))
             return (pass_on(now, mid, y), put(state, at, written)), visited
 

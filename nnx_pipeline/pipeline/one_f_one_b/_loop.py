@@ -59,9 +59,9 @@ class OneForwardOneBackwardLoop:
         schedule = self.tick.schedule
         filling, steady, draining = schedule.phases
         phases = [
-            Phase(filling, forward=True, leave=False, backward=False),
-            Phase(steady, forward=True, leave=True, backward=differentiate),
-            Phase(draining, forward=False, leave=False, backward=True),
+            Phase(filling, forward=True, loss=False, backward=False),
+            Phase(steady, forward=True, loss=True, backward=differentiate),
+            Phase(draining, forward=False, loss=False, backward=True),
         ]
         plan = one_f_one_b_plan(schedule)
         stored, visit = weights, self.tick.visit

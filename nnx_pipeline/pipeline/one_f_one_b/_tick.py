@@ -44,7 +44,7 @@ class HoistedFunctions:
 class Phase(NamedTuple):
     ticks: range
     forward: bool
-    leave: bool
+    loss: bool
     backward: bool
 
 
@@ -72,8 +72,8 @@ class OneForwardOneBackwardTick:
         d_output = None
         if phase.forward:
             state = self._forward(weights, inputs, now, state)
-        if phase.leave:
-            state, d_output = self._leave(weights, inputs, now, state)
+        if phase.loss:
+            state, d_output = self._add_loss(weights, inputs, now, state)
         if phase.backward:
             state = self._backward(weights, inputs, now, residual_tree, state, d_output)
         return state
@@ -104,7 +104,7 @@ class OneForwardOneBackwardTick:
             layers=put(state.layers, at, written),
         )
 
-    def _leave(
+    def _add_loss(
         self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> tuple[LoopState, PyTree]:
         """On all devices, adds the loss of the microbatch that leaves; gives its cotangent."""
@@ -116,38 +116,32 @@ class OneForwardOneBackwardTick:
             end, row = weights, with_needed(needed)
             return self.functions.leave(end.captured, end.weights, output, row)
 
-        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+        def add_loss(loss: Array, so_far: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
             output = exchange.from_stage(outputs, self.schedule.stages - 1)
-            if gradients is None:
+            if so_far is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
-            loss_of_one, back = jax.vjp(loss_of, weights.leave, output, needed)
-            d_weights, d_output, d_row = back(jnp.ones_like(loss_of_one))
-            d_leave, d_rows = gradients
-            gradients = (
-                add(d_leave, none_for_integers(d_weights)),
-                _add_row(d_rows, d_row, now.leaving),
-            )
-            return loss + loss_of_one, gradients, d_output
+            new_loss, back = jax.vjp(loss_of, weights.leave, output, needed)
+            d_weights, d_output, d_row = back(jnp.ones_like(new_loss))
+            d_exit, d_rows = so_far
+            so_far = add(d_exit, none_for_integers(d_weights)), _add_row(d_rows, d_row, now.leaving)
+            return loss + new_loss, so_far, d_output
 
-        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
-            nothing = (
-                None
-                if gradients is None
-                else jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
-            )
-            return loss, gradients, nothing
+        def stay(loss: Array, so_far: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+            if so_far is None:
+                return loss, None, None
+            return loss, so_far, jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
 
         totals = state.gradients  # None where no gradient is asked for
         so_far = None if totals is None else (totals.leave, state.of_inputs.leave)
         loss, so_far, d_output = self._if_due(
-            now.leaves, leave, stay, state.loss, so_far, state.outputs
+            now.leaves, add_loss, stay, state.loss, so_far, state.outputs
         )
         if totals is None:
             return state._replace(loss=loss), d_output
-        d_leave, d_rows = so_far
+        d_exit, d_rows = so_far
         return state._replace(
             loss=loss,
-            gradients=totals._replace(leave=d_leave),
+            gradients=totals._replace(leave=d_exit),
             of_inputs=state.of_inputs._replace(leave=d_rows),
         ), d_output
 
@@ -180,10 +174,10 @@ class OneForwardOneBackwardTick:
         d_stages = own.fsdp_gather.of_visit(own.only(d_reads.weights), reads.weights)
         totals, of_inputs = state.gradients, state.of_inputs
         so_far = totals.enter, of_inputs.enter
-        d_enter, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
+        d_entry, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
         gradients = totals._replace(
             stages=own.add(totals.stages, d_stages, now.backward_repeat),
-            enter=d_enter,
+            enter=d_entry,
             captured=add(totals.captured, d_reads.captured),
         )
         d_side = _add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))
@@ -211,12 +205,12 @@ class OneForwardOneBackwardTick:
         row = row_of(inputs.enter, now.returning)
         needed, with_needed = _needed(row, gradients[1])
 
-        def enter(end: WithCaptured, needed: list[Array]) -> PyTree:
+        def entry(end: WithCaptured, needed: list[Array]) -> PyTree:
             return self.functions.enter(end.captured, end.weights, with_needed(needed))
 
         def back(gradients: PyTree, d_x: PyTree) -> PyTree:
-            _, enter_back = jax.vjp(enter, end, needed)
-            d_weights, d_row = enter_back(exchange.from_stage(d_x, 0))
+            _, entry_back = jax.vjp(entry, end, needed)
+            d_weights, d_row = entry_back(exchange.from_stage(d_x, 0))
             so_far, d_rows = gradients
             d_weights = add(so_far, none_for_integers(d_weights))
             return d_weights, _add_row(d_rows, d_row, now.returning)

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
+from nnx_pipeline.pipeline.contract import Entry, Exit, Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.metrics import counts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
@@ -85,7 +85,7 @@ def run_one_f_one_b(
     check_bundles(functions, weights, inputs, options)
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
-    enter, apply_stage, leave = _one_for_all_stages(functions)
+    enter, apply_stage, leave = _functions_of(functions)
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
@@ -113,10 +113,10 @@ def run_one_f_one_b(
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
     stage = checks.checked(apply_stage, has_state=state is not None)
-    ends = checks.checked_enter(enter), lifted(checks.checked_leave(leave), lift)
-    own, captured, traced = hoist((ends[0], stage, ends[1]), call)
+    last = lifted(checks.checked_exit(leave), lift)
+    hoisted, captured, traced = hoist((checks.checked_entry(enter), stage, last), call)
     loop = dataclasses.replace(
-        make_loop(own[0], checkpoint(own[1]), own[2]),
+        make_loop(hoisted[0], checkpoint(hoisted[1]), hoisted[2]),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
     total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
@@ -131,7 +131,7 @@ def check_bundles(functions: object, weights: object, inputs: object, options: o
     of_type("options", options, LoopOptions)
 
 
-def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, Leave]:
+def _functions_of(functions: ModelFunctions) -> tuple[Entry, ApplyStage, Exit]:
     if not callable(functions.apply_stage):
         raise InputError(
             f"apply_stage is a {type(functions.apply_stage).__name__}, but all stages of the 1F1B "

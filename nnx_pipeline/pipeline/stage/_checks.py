@@ -102,10 +102,10 @@ def check_passed_on(result: PyTree, x: PyTree, who: str, following: str) -> tupl
     return returned, metrics
 
 
-def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    @functools.wraps(enter)
-    def apply(*given: PyTree) -> PyTree:
-        x = enter(*given)
+def checked_entry(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    @functools.wraps(function)
+    def apply(*args: PyTree) -> PyTree:
+        x = function(*args)
         for leaf in jax.tree.leaves(x) or [None]:
             if not _is_floating(leaf):
                 raise InputError(
@@ -117,13 +117,13 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return apply
 
 
-def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
+def checked_exit(function: Callable[..., Array]) -> Callable[..., Array]:
     """The function with an InputError unless it returns one float32 number."""
 
     # Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
-    @functools.wraps(leave)
-    def apply(*given: PyTree) -> Array:
-        loss = leave(*given)
+    @functools.wraps(function)
+    def apply(*args: PyTree) -> Array:
+        loss = function(*args)
         if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
             found = jax.tree.map(_words, loss) if loss is not None else loss
             raise InputError(

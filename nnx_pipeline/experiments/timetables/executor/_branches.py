@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.experiments.timetables.executor._ends import EndTotals, FirstAndLast, row_at
+from nnx_pipeline.experiments.timetables.executor._outer import EndTotals, FirstAndLast, row_at
 from nnx_pipeline.experiments.timetables.executor._plan import Branch, TimetablePlan, TimetableRows
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import (
@@ -47,8 +47,8 @@ class Given(NamedTuple):
     stages: PyTree  # the weights of its stages, [chunks, …]
     captured: list[list[Array]]  # what the stage functions close over
     side: PyTree  # [microbatches, …]
-    entering: PyTree  # the activations that enter the first stage in this tick; None with `ends`
-    ends: FirstAndLast | None  # first and last rank run them; None where all devices do
+    entering: PyTree  # the activations that enter the first stage in this tick; None with `outer`
+    outer: FirstAndLast | None  # first and last rank run them; None where all devices do
 
 
 class RankState(NamedTuple):
@@ -58,7 +58,7 @@ class RankState(NamedTuple):
     rings: list[list[Array]]  # for each stage function what its visits keep, [slots, …]
     totals: Totals | None  # None where only the loss is asked for
     metrics: PyTree
-    ends: EndTotals | None  # the totals; None where all devices have them
+    outer: EndTotals | None  # the totals; None where all devices have them
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Branches:
         return found
 
     def start(
-        self, given: Given, x: PyTree, ends: EndTotals | None, dtype: DTypeLike | None, fill: float
+        self, given: Given, x: PyTree, outer: EndTotals | None, dtype: DTypeLike | None, fill: float
     ) -> RankState:
         """The state before the first tick.
 
         - `x`: activations, of which only the types are used.
-        - `ends`: the totals that first and last rank begin with, or None.
+        - `outer`: the totals that first and last rank begin with, or None.
         - `dtype`: in which gradients add up, None for that of the weights.
         - `fill`: what the buffers hold before anything arrives; results do not depend on it.
 
@@ -121,7 +121,7 @@ class Branches:
             ],
             totals=zero_gradients(own, own, dtype) if self.differentiate else None,
             metrics=jax.tree.map(_nothing, visits[0][0], is_leaf=is_metric),
-            ends=ends,
+            outer=outer,
         )
 
     def visit(
@@ -145,7 +145,7 @@ class Branches:
         return (y, metrics), []
 
     def _types(self, function: int, given: Given, x: PyTree) -> tuple[PyTree, PyTree]:
-        reads = given._replace(entering=None, ends=None)
+        reads = given._replace(entering=None, outer=None)
         visit = functools.partial(self.visit, function, row=first_row())
         (_, metrics), residuals = jax.eval_shape(lambda reads, x: visit(reads, x=x), reads, x)
         return metrics, residuals
@@ -159,12 +159,12 @@ class Branches:
     ) -> tuple[RankState, PyTree]:
         """A forward visit; a last rank that has the end gives the cotangent of its output."""
         x = row_at(state.messages, row.take)
-        if given.ends is None:
+        if given.outer is None:
             x = jax.tree.map(
                 lambda new, old: jnp.where(row.enters > 0, new, old), given.entering, x
             )
         elif branch.enters:
-            x = given.ends.enter(row.microbatch)
+            x = given.outer.enter(row.microbatch)
         (y, metrics), residuals = self.visit(branch.function, given, row, x)
         rings = list(state.rings)
         if self.differentiate:
@@ -176,10 +176,10 @@ class Branches:
             ]
         totals = jax.tree.map(_together, state.metrics, metrics, is_leaf=is_metric)
         state = state._replace(rings=rings, metrics=totals)
-        if given.ends is None or state.ends is None or not branch.leaves:
+        if given.outer is None or state.outer is None or not branch.leaves:
             return state, y
-        ends = given.ends.leave(state.ends, row.microbatch, y)
-        return state._replace(ends=ends), ends.d_output if self.differentiate else y
+        outer = given.outer.leave(state.outer, row.microbatch, y)
+        return state._replace(outer=outer), outer.d_output if self.differentiate else y
 
     def _backward(
         self, branch: Branch, given: Given, state: RankState, row: TimetableRows
@@ -200,8 +200,8 @@ class Branches:
             state = state._replace(totals=(_add_at(stages, row.chunk, d_stage), captured))
         if branch.kind in "BI":
             message = d_x
-            if branch.enters and given.ends is not None and state.ends is not None:
-                state = state._replace(ends=given.ends.back(state.ends, row.microbatch, d_x))
+            if branch.enters and given.outer is not None and state.outer is not None:
+                state = state._replace(outer=given.outer.back(state.outer, row.microbatch, d_x))
         return state, message
 
     def _reads(self, function: int, given: Given, row: TimetableRows) -> Reads:

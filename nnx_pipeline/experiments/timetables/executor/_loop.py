@@ -25,11 +25,11 @@ from nnx_pipeline.experiments.timetables.executor._branches import (
     RankState,
     first_row,
 )
-from nnx_pipeline.experiments.timetables.executor._ends import EndTotals, FirstAndLast
+from nnx_pipeline.experiments.timetables.executor._outer import EndTotals, FirstAndLast
 from nnx_pipeline.experiments.timetables.executor._plan import (
     EndsOn,
-    EndsTicks,
     EndTicks,
+    OuterTicks,
     TimetablePlan,
     TimetableRows,
 )
@@ -106,8 +106,8 @@ class TimetableLoop:
                 "make_timetable, or add B, or I and W, to its cells"
             )
         ticks = _Ticks(self, plan, differentiate, weights, inputs)
-        rows, ends_ticks = jax.tree.map(jnp.asarray, (plan.rows, plan.ends_ticks))
-        (state, shared), _ = jax.lax.scan(ticks.tick, ticks.start(), (rows, ends_ticks))
+        rows, outer_ticks = jax.tree.map(jnp.asarray, (plan.rows, plan.outer_ticks))
+        (state, shared), _ = jax.lax.scan(ticks.tick, ticks.start(), (rows, outer_ticks))
         return ticks.done(state, shared, layers)
 
     def total(self, done: Done) -> tuple[Array, tuple[Array, PyTree]]:
@@ -143,23 +143,23 @@ class _Ticks:
         dtype, fill = self.loop.grad_dtype, self.loop.bubble_fill
 
         def local(given: Given, x: PyTree) -> RankState:
-            own = None if given.ends is None else given.ends.start(dtype)
+            own = None if given.outer is None else given.outer.start(dtype)
             state = self._branches.start(_own(given), x, own, dtype, fill)
             with_axis: RankState = _with_axis(state)
             return with_axis
 
         x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
         state = self._on_ranks(local, (x,), (P(),), over_stages())
-        return state, self._ends.start(dtype) if self.loop.ends_on == "all" else None
+        return state, self._outer.start(dtype) if self.loop.ends_on == "all" else None
 
     def tick(
-        self, carry: tuple[RankState, EndTotals | None], now: tuple[TimetableRows, EndsTicks]
+        self, carry: tuple[RankState, EndTotals | None], now: tuple[TimetableRows, OuterTicks]
     ) -> tuple[tuple[RankState, EndTotals | None], None]:
         """One tick of all ranks."""
-        (state, shared), (rows, ends_ticks) = carry, now
+        (state, shared), (rows, outer_ticks) = carry, now
         entering, d_output = None, None
         if shared is not None:
-            entering, d_output = self._entering(ends_ticks.enter), shared.d_output
+            entering, d_output = self._entering(outer_ticks.entry), shared.d_output
 
         def local(
             given: Given, entering: PyTree, d_output: PyTree, state: RankState, rows: TimetableRows
@@ -176,7 +176,7 @@ class _Ticks:
         state, message = self._on_ranks(
             local, (entering, d_output, state, rows), (P(), P(), stages, stages), stages
         )
-        return (state, self._at_ends(shared, ends_ticks, message)), None
+        return (state, self._pass_outer(shared, outer_ticks, message)), None
 
     def done(self, state: RankState, shared: EndTotals | None, layers: PyTree) -> Done:
         """What the loop gives.
@@ -190,31 +190,31 @@ class _Ticks:
             return type(metric)(fold(metric.value, axis=0)[None])
 
         metrics = jax.tree.map(one, state.metrics, is_leaf=is_metric)
-        ends = shared or jax.tree.map(_over_all, state.ends)
+        outer = shared or jax.tree.map(_over_all, state.outer)
         gradients = None
         if state.totals is not None:
             stages, captured = state.totals
             stages = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), stages)
             gradients = LoopWeights(
-                ends.enter, stages, ends.leave, jax.tree.map(_over_all, captured)
+                outer.enter, stages, outer.leave, jax.tree.map(_over_all, captured)
             )
-        return Done(ends.loss, metrics, gradients, layers)
+        return Done(outer.loss, metrics, gradients, layers)
 
     def once(self) -> Array:
         """The loss of one microbatch after one visit by each stage function."""
-        ends = self._ends if self.loop.ends_on == "all" else None
+        outer = self._outer if self.loop.ends_on == "all" else None
         number = jnp.int32(0)
 
         def local(given: Given, x: PyTree) -> Array:
-            given, own = _own(given), given.ends
+            given, own = _own(given), given.outer
             y = x if own is None else own.enter(number)
             for function in range(len(self.loop.functions.stages)):
                 (y, _), _ = self._branches.visit(function, given, first_row(), y)
             return y if own is None else own.leave(own.start(None), number, y).loss
 
-        x = None if ends is None else ends.enter(number)
+        x = None if outer is None else outer.enter(number)
         y = self._on_ranks(local, (x,), (P(),), P())
-        return y if ends is None else ends.leave(ends.start(None), number, y).loss
+        return y if outer is None else outer.leave(outer.start(None), number, y).loss
 
     def _entering(self, at: EndTicks) -> PyTree:
         """The activations of the microbatch that enters; zeros where none does."""
@@ -222,10 +222,10 @@ class _Ticks:
         def nothing(_: Array) -> PyTree:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
 
-        return jax.lax.cond(at.due, self._ends.enter, nothing, at.microbatch)
+        return jax.lax.cond(at.due, self._outer.enter, nothing, at.microbatch)
 
-    def _at_ends(
-        self, totals: EndTotals | None, at: EndsTicks, message: PyTree
+    def _pass_outer(
+        self, totals: EndTotals | None, at: OuterTicks, message: PyTree
     ) -> EndTotals | None:
         """The totals of the ends that all devices run, after a tick.
 
@@ -234,19 +234,19 @@ class _Ticks:
         """
         if totals is None:
             return None
-        first, last = self.plan.ends
+        first, last = self.plan.edges
 
         def leave(totals: EndTotals, message: PyTree) -> EndTotals:
-            return self._ends.leave(totals, at.leave.microbatch, from_stage(message, last))
+            return self._outer.leave(totals, at.exit.microbatch, from_stage(message, last))
 
         def back(totals: EndTotals, message: PyTree) -> EndTotals:
-            return self._ends.back(totals, at.back.microbatch, from_stage(message, first))
+            return self._outer.back(totals, at.back.microbatch, from_stage(message, first))
 
         def stay(totals: EndTotals, message: PyTree) -> EndTotals:
             del message
             return totals
 
-        totals = jax.lax.cond(at.leave.due, leave, stay, totals, message)
+        totals = jax.lax.cond(at.exit.due, leave, stay, totals, message)
         if not self.differentiate:
             return totals
         found: EndTotals = jax.lax.cond(at.back.due, back, stay, totals, message)
@@ -257,12 +257,12 @@ class _Ticks:
     ) -> PyTree:
         """Calls a function on each rank: with what the rank's visits read, and with `given`."""
         weights, inputs, whole = self.weights, self.inputs, P()
-        own = self._ends_of if self.loop.ends_on == "own" else None
+        own = self._outer_reads if self.loop.ends_on == "own" else None
 
         def local(reads: tuple[PyTree, ...], *given: PyTree) -> PyTree:
-            stages, captured, side, ends = reads
-            ends = None if ends is None else self._make_ends(*ends)
-            return function(Given(stages, captured, side, None, ends), *given)
+            stages, captured, side, outer = reads
+            outer = None if outer is None else self._make_outer(*outer)
+            return function(Given(stages, captured, side, None, outer), *given)
 
         reads = weights.stages, weights.captured, inputs.side, own
         return on_ranks(
@@ -287,21 +287,21 @@ class _Ticks:
         return Branches(functions, self.plan, loop.metric_weights, loop.visits, self.differentiate)
 
     @property
-    def _ends_of(self) -> tuple[PyTree, PyTree]:
+    def _outer_reads(self) -> tuple[PyTree, PyTree]:
         weights, inputs = self.weights, self.inputs
         return (weights.enter, weights.leave), (inputs.enter, inputs.leave)
 
     @property
-    def _ends(self) -> FirstAndLast:
-        return self._make_ends(*self._ends_of)
+    def _outer(self) -> FirstAndLast:
+        return self._make_outer(*self._outer_reads)
 
-    def _make_ends(self, weights: PyTree, inputs: PyTree) -> FirstAndLast:
+    def _make_outer(self, weights: PyTree, inputs: PyTree) -> FirstAndLast:
         functions = self.loop.functions
         return FirstAndLast((functions.enter, functions.leave), weights, inputs, self.differentiate)
 
     @functools.cached_property
     def _x(self) -> PyTree:
-        return jax.eval_shape(lambda: self._ends.enter(jnp.int32(0)))
+        return jax.eval_shape(lambda: self._outer.enter(jnp.int32(0)))
 
 
 def over_stages() -> P:

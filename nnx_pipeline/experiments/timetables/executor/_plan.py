@@ -65,11 +65,11 @@ class EndTicks(NamedTuple):
     microbatch: np.ndarray  # its number, or 0
 
 
-class EndsTicks(NamedTuple):
+class OuterTicks(NamedTuple):
     """When microbatches enter, leave, and when their cotangents are back at the first stage."""
 
-    enter: EndTicks
-    leave: EndTicks
+    entry: EndTicks
+    exit: EndTicks
     back: EndTicks
 
 
@@ -78,8 +78,8 @@ class TimetablePlan:
     """A timetable as arrays that a loop over ticks reads.
 
     - `rows`: one row per tick and rank.
-    - `ends_ticks`: what all ranks know of both ends of the model.
-    - `ends`: the ranks of the first and of the last stage.
+    - `outer_ticks`: what all ranks know of both ends of the model.
+    - `edges`: the ranks of the first and of the last stage.
     - `branches`: the different things that ranks do.
     - `messages`: how many message slots a rank has; one more, the last, takes what nobody needs.
     - `rings`: how many slots a ring has, for each stage function.
@@ -87,8 +87,8 @@ class TimetablePlan:
     """
 
     rows: TimetableRows
-    ends_ticks: EndsTicks
-    ends: tuple[int, int]
+    outer_ticks: OuterTicks
+    edges: tuple[int, int]
     branches: tuple[Branch, ...]
     messages: int
     rings: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Waits(NamedTuple):
 
 class _Planning:
     def __init__(self, actions: Actions, functions: Sequence[int], ends_on: EndsOn) -> None:
-        self.actions, self.functions, self.own_ends = actions, functions, ends_on == "own"
+        self.actions, self.functions, self.outer_on_ranks = actions, functions, ends_on == "own"
         self.when, self.rank_of, self.last = actions.when, actions.rank_of, actions.stages - 1
         if len(functions) != actions.stages:
             raise InputError(
@@ -169,17 +169,17 @@ class _Planning:
         )
         messages, rings = self._give_messages(rows), self._give_rings(rows)
         forward = self.when[FORWARD]
-        ends_ticks = EndsTicks(*map(self._end_ticks, (forward[0], forward[-1], self.back[0])))
-        ends = int(self.rank_of[0]), int(self.rank_of[-1])
-        return TimetablePlan(rows, ends_ticks, ends, tuple(place), messages, rings, self.stages)
+        outer_ticks = OuterTicks(*map(self._end_ticks, (forward[0], forward[-1], self.back[0])))
+        edges = int(self.rank_of[0]), int(self.rank_of[-1])
+        return TimetablePlan(rows, outer_ticks, edges, tuple(place), messages, rings, self.stages)
 
     def _branches(self) -> dict[tuple[int, int], Branch]:
         first = np.where(self.when < 0, self.actions.steps, self.when).min(axis=-1)
         there = np.argwhere(first < self.actions.steps).tolist()
 
         def branch(kind: int, stage: int) -> Branch:
-            enters = self.own_ends and stage == 0 and kind != OF_WEIGHTS
-            leaves = self.own_ends and stage == self.last and kind == FORWARD
+            enters = self.outer_on_ranks and stage == 0 and kind != OF_WEIGHTS
+            leaves = self.outer_on_ranks and stage == self.last and kind == FORWARD
             return Branch(LETTERS[kind], self.functions[stage], enters, leaves)
 
         there.sort(key=lambda own: (self.rank_of[own[1]], first[*own]))

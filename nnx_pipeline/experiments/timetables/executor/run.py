@@ -28,7 +28,7 @@ from nnx_pipeline.pipeline.one_f_one_b.run import (
     without_lift,
 )
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
-from nnx_pipeline.pipeline.stage._checks import checked, checked_enter, checked_leave
+from nnx_pipeline.pipeline.stage._checks import checked, checked_entry, checked_exit
 from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import WithState
@@ -110,8 +110,8 @@ def run_timetable(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
     own: tuple[Function, ...] = (
-        checked_enter(functions.enter),
-        lifted(checked_leave(functions.leave), lift),
+        checked_entry(functions.enter),
+        lifted(checked_exit(functions.leave), lift),
         *map(checked, stages),
     )
 
