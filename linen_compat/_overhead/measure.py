@@ -227,16 +227,16 @@ def _lowered(
     forget_blueprints()
     started = time.process_time()
     params = program.place(jax.eval_shape(program.init))
-    made = time.process_time()
+    after_init = time.process_time()
     with profiled:
         traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
-        found = time.process_time()
+        after_trace = time.process_time()
         lowered = traced.lower()
-        ended = time.process_time()
-    note("abstract_init", made - started)
-    note("trace", found - made)
-    note("lower", ended - found)
-    note("trace_and_lower", ended - made)
+        after_lower = time.process_time()
+    note("abstract_init", after_init - started)
+    note("trace", after_trace - after_init)
+    note("lower", after_lower - after_trace)
+    note("trace_and_lower", after_lower - after_init)
     return params, lowered
 
 

@@ -121,13 +121,13 @@ def linen_paths(module: nnx.Module) -> dict[Path, Path]:
 
     The outermost such class decides the names below it.
     """
-    found: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}
     # Outer modules come first, and `setdefault` keeps the names that they give.
     for at, inner in sorted(nnx.iter_modules(module), key=lambda pair: len(pair[0])):
         prefix = tuple(map(str, at))
         for entry in table_of(inner):
-            found.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
-    return found
+            paths.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
+    return paths
 
 
 def flatten(tree: Tree) -> dict[Path, PyTree]:
@@ -165,10 +165,10 @@ def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
             f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
         )
     for path, shape in wanted.items():
-        found = unboxed_shape(given[path])
-        if found != shape:
+        actual = unboxed_shape(given[path])
+        if actual != shape:
             raise InputError(
-                f"{_name(path, at)} has shape {found} and {of} needs {shape}; "
+                f"{_name(path, at)} has shape {actual} and {of} needs {shape}; "
                 "give arrays that were made for a model of the same sizes"
             )
 

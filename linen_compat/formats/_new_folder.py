@@ -70,11 +70,11 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
 
 
 def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
-    found = os.statvfs(parent)
+    stats = os.statvfs(parent)
     # Blocks that are reserved are for the superuser; a file system that counts none cannot say.
-    blocks = found.f_bavail if os.geteuid() else found.f_bfree
-    free = blocks * found.f_frsize
-    if not found.f_blocks or room.nbytes <= free:
+    blocks = stats.f_bavail if os.geteuid() else stats.f_bfree
+    free = blocks * stats.f_frsize
+    if not stats.f_blocks or room.nbytes <= free:
         return
     needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
     lack = f"{needed}, and {parent} has {free:,} bytes free"

@@ -100,16 +100,16 @@ class StageTree:
         prefixes = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
         shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
         want = {prefix + path: shape for prefix in prefixes for path, shape in shapes.items()}
-        found = unboxed_leaves(tree)
+        params = unboxed_leaves(tree)
         cure = (
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
             f"with {counted(per_stage, 'layer')} per stage, as the mesh and the config ask for"
         )
-        check_stacked_shapes(found, want, cure=cure)
+        check_stacked_shapes(params, want, cure=cure)
 
         def stack(path: str) -> Array:
             # The loop wants an axis of repeats in any case.
-            leaves = [found[prefix + path] for prefix in prefixes]
+            leaves = [params[prefix + path] for prefix in prefixes]
             leaves = [leaf[None] if repeats == 1 else leaf for leaf in leaves]
             return jnp.stack(leaves, axis=2)
 
@@ -145,13 +145,13 @@ class EarlyTree:
         for path, leaf in one.items():
             first, *rest = unboxed(leaf).shape
             want[path] = (first, *rest) if self.unscanned else (first, number, *rest)
-        found = [unboxed_leaves(tree) for tree in trees]
+        layers = [unboxed_leaves(tree) for tree in trees]
         cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
-        for layer in found:
+        for layer in layers:
             check_stacked_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
 
         def stack(path: str) -> Array:
-            leaves = [layer[path] for layer in found]
+            leaves = [layer[path] for layer in layers]
             return jnp.stack(leaves) if self.unscanned else jnp.moveaxis(leaves[0], 1, 0)
 
         return stacked_layers(self._layer, one, (None,), stack, self.layout)
@@ -208,20 +208,20 @@ def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
 
 
 def check_stacked_shapes(
-    found: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
+    params: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
 ) -> None:
     """Raises InputError for a parameter that is missing, unknown or of another shape.
 
     `cure` is the end of the message, and `below` stands before each path in it.
     """
     for path, shape in want.items():
-        if path not in found:
+        if path not in params:
             raise InputError(f"params have no {below}{path}, which must be {shape}; {cure}")
-        if found[path].shape != shape:
+        if params[path].shape != shape:
             raise InputError(
-                f"{below}{path} has shape {found[path].shape} and must be {shape}; {cure}"
+                f"{below}{path} has shape {params[path].shape} and must be {shape}; {cure}"
             )
-    for path in found:
+    for path in params:
         if path not in want:
             raise InputError(f"params have {below}{path}, which no layer reads; {cure}")
 

@@ -193,13 +193,13 @@ class Decoder(Configured):
                 f"params hold the layers as {stored} ({marks[stored]}), but "
                 f"layer_layout={where!r}; choose layer_layout={stored!r} or convert the parameters"
             )
-        found = sum(name.startswith(f"{group}_") for name in params)
+        count = sum(name.startswith(f"{group}_") for name in params)
         if where == "scanned" and group in params:
-            found = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+            count = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
         dense = f" - num_dense_layers={model.num_dense_layers}" if model.num_dense_layers else ""
-        if where != "pipelined" and found != layers:  # else the pipeline checks its own
+        if where != "pipelined" and count != layers:  # else the pipeline checks its own
             raise InputError(
-                f"params hold {counted(found, 'layer')} and "
+                f"params hold {counted(count, 'layer')} and "
                 f"model.num_layers={model.num_layers}{dense}; make them equal"
             )
 

@@ -198,8 +198,8 @@ def sum_chosen(
 
     takes = jax.nn.one_hot(chosen, kernels.gate.shape[0], dtype=x.dtype)
     operands = (*products.split(kernels, x.dtype), products.split_choice(takes))
-    found = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
-    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found, weights))
+    by_choice = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
+    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (by_choice, weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)
     return Mixed(place(mixed, layout.spec("batch", None, None)))
 

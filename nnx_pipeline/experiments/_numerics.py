@@ -50,9 +50,9 @@ def compare_arms(
             pass  # an entry that something else has written
     # JAX may not have been started yet, because measurements from the cache need no device.
     Platform("cpu").devices(virtual_cpus)
-    found = _compared(programs, mesh, experiment.tolerance)
-    cache.put(key, dataclasses.asdict(found))
-    return found
+    difference = _compared(programs, mesh, experiment.tolerance)
+    cache.put(key, dataclasses.asdict(difference))
+    return difference
 
 
 def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: float) -> Numerics:

@@ -88,13 +88,13 @@ def prepare(
     is_own = program == Program(program.config)
 
     def measured() -> Measurement:
-        found = lowered.measure()
-        time = found.time
+        compiled = lowered.measure()
+        time = compiled.time
         if time is not None and program.kind == "step":
             needed = useful_flops(program.config, sizes)
             time = time.of_model(needed, bubble_share(program.config, sizes))
         return dataclasses.replace(
-            found,
+            compiled,
             trace_host_bytes=host_bytes,
             time=time,
             floor=floor(program.config, sizes, platform) if is_own else None,

@@ -64,8 +64,8 @@ def sweep(
     for row, arms in zip(rows, programs, strict=True):
         for label, program in zip(labels, arms, strict=True):
             result = measured[program, row.mesh]
-            found = (None, result) if isinstance(result, str) else (result, "")
-            points[label].append(Point(value=row.value, result=found[0], error=found[1]))
+            pair = (None, result) if isinstance(result, str) else (result, "")
+            points[label].append(Point(value=row.value, result=pair[0], error=pair[1]))
     return Sweep(
         field=field,
         arms=tuple((label, tuple(points[label])) for label in labels),

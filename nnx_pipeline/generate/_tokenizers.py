@@ -78,7 +78,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
             "not bytes; give --tokenizer FILE, or the prompt as --tokens"
         )
     if name in (None, "bytes"):
-        found: Tokenizer = Bytes()
+        tokenizer: Tokenizer = Bytes()
     else:
         path = local(str(name))
         path = path / FILE if path.is_dir() else path
@@ -87,13 +87,13 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
                 f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
                 "name another file"
             )
-        found = FromFile(path)
-    if found.vocab_size > vocab_size:
+        tokenizer = FromFile(path)
+    if tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"the tokenizer has {found.vocab_size} tokens and the model {vocab_size} "
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size} "
             "(model.vocab_size); give --tokenizer with that of the model, or --tokens"
         )
-    return found
+    return tokenizer
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:

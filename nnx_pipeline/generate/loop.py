@@ -105,19 +105,19 @@ def generate(
     """
     request.check(model.config.model.vocab_size, model.config.model.max_position_embeddings)
     prefill, decode = _programs(model, request.sampling, _Prompts.of(request))
-    found: list[list[int]] = [[] for _ in request.prompts]
-    going, state = list(range(len(found))), prefill()
+    generated: list[list[int]] = [[] for _ in request.prompts]
+    going, state = list(range(len(generated))), prefill()
     for number in range(request.new_tokens):
         if number:
             state = decode(state)
         tokens = np.asarray(state[1]).tolist()
         for sequence in going:
-            found[sequence].append(tokens[sequence])
+            generated[sequence].append(tokens[sequence])
         progress()
-        going = [one for one in going if found[one][-1] not in request.end_tokens]
+        going = [one for one in going if generated[one][-1] not in request.end_tokens]
         if not going:
             break
-    return found
+    return generated
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ def check_generation(config: Config, mesh: MeshConfig, length: int) -> None:
 
     The number of repeats is not checked: loading chooses one that fits.
     """
-    found = generation_config(config)
-    once = dataclasses.replace(found.pipeline, num_repeats=1)
-    dataclasses.replace(found, pipeline=once).for_batch(rows_on(mesh)).check_mesh(mesh, length)
+    generation = generation_config(config)
+    once = dataclasses.replace(generation.pipeline, num_repeats=1)
+    dataclasses.replace(generation, pipeline=once).for_batch(rows_on(mesh)).check_mesh(mesh, length)
 
 
 def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
@@ -233,10 +233,10 @@ def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
     `[repeats, stages, layers per stage, microbatches, …]`, sharded over stages, sequences and
     key-value heads.
     """
-    found, microbatches = generation_config(model.config), ambient_mesh().stage
-    pipeline = dataclasses.replace(found.pipeline, num_microbatches=microbatches)
+    generation, microbatches = generation_config(model.config), ambient_mesh().stage
+    pipeline = dataclasses.replace(generation.pipeline, num_microbatches=microbatches)
     # The default batch of a config is not the one of this model.
-    config = dataclasses.replace(found.for_batch(batch), pipeline=pipeline)
+    config = dataclasses.replace(generation.for_batch(batch), pipeline=pipeline)
     layout = model.embedding.layout
     made = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0), layout=layout))
     cached: Mixtral = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(model))

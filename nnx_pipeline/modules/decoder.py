@@ -192,16 +192,16 @@ def _check_array(
 
     `shape` is None for the tokens, whose shape others must have.
     """
-    dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
+    dtype, actual = getattr(array, "dtype", None), getattr(array, "shape", ())
     numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
     must = "[batch, seq]" if shape is None else f"{[*shape]}, one for each {_ONE[len(shape)]}"
     if dtype is None:
         cure = "give an array, as by jnp.asarray"
     elif not jnp.issubdtype(dtype, kind):
         cure = f"cast them, as by {name}.astype({cast!r})"
-    elif shape is None and len(found) != 2:
+    elif shape is None and len(actual) != 2:
         cure = "one sequence is given as tokens[None]"
-    elif shape is not None and found != shape:
+    elif shape is not None and actual != shape:
         cure = f"give `{name}` that shape"
     else:
         return

@@ -165,10 +165,10 @@ def differentiable(
 
         ins = (out_spec, *in_specs, *(on_devices for _ in residuals))
         outs = tuple(spec for spec, arg in zip(in_specs, args, strict=True) if _is_float(arg))
-        found = per_device(one_by_one(local), ins, outs, refusal=refusal)(
+        gradients = per_device(one_by_one(local), ins, outs, refusal=refusal)(
             cotangent, *args, *residuals
         )
-        return put(found, others=None)
+        return put(gradients, others=None)
 
     call.defvjp(forward, backward)
     return call

@@ -89,9 +89,9 @@ class Batches:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             shape = jnp.shape(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
             if shape is None or shape[:1] != (batch,):
-                found = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
+                text = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
                 raise InputError(
-                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {found}; it must be "
+                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {text}; it must be "
                     f"an array whose first axis is the batch of {batch}, or Shared(…) if all "
                     "sequences read the same"
                 )
@@ -159,9 +159,9 @@ def batch_of(x: PyTree) -> int:
     for leaf in leaves or [x]:
         kind = getattr(leaf, "dtype", None)
         if kind is None or not jnp.issubdtype(kind, jnp.floating) or not leaf.shape:
-            found = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
+            text = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
             raise InputError(
-                f"the activations of a pipeline hold {found}; they must be floating-point arrays "
+                f"the activations of a pipeline hold {text}; they must be floating-point arrays "
                 "[batch, …]; pass other arrays as side inputs, which every layer reads"
             )
     sizes = sorted({leaf.shape[0] for leaf in leaves})

@@ -75,13 +75,13 @@ class Inputs(NamedTuple):
 
 def check_loss(ends: object, inputs: PyTree, schedule: str) -> None:
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
-        found = type(ends).__name__
-        raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")
+        kind = type(ends).__name__
+        raise InputError(f"the ends of a model are a {kind}; give ModelEnds with two functions")
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
         several = isinstance(inputs, (tuple, list))
-        found = f"{len(inputs)} values" if several else type(inputs).__name__
+        kind = f"{len(inputs)} values" if several else type(inputs).__name__
         raise InputError(
-            f"the inputs of a model are {found}; give a pair, what `enter` reads and what "
+            f"the inputs of a model are {kind}; give a pair, what `enter` reads and what "
             "`leave` reads"
         )
     if schedule != "1f1b":

@@ -173,8 +173,8 @@ class FsdpGather:
 def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
     """This device's shard of an array axis; `summed` if x differs between the devices."""
     if summed:
-        found: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
-        return found
+        shard: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+        return shard
     size = x.shape[axis] // mesh_sizes()[name]
     start = jax.lax.axis_index(name) * size
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)

@@ -56,9 +56,9 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
     kinds = [*layers] if isinstance(layers, Sequence) else [layers]
     wrong = [kind for kind in kinds if not callable(kind) or isinstance(kind, nnx.Module)]
     if wrong or not kinds:
-        found = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
+        text = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
         raise InputError(
-            f"the layers of a pipeline are given as {found}; give a function that makes a layer "
+            f"the layers of a pipeline are given as {text}; give a function that makes a layer "
             "from nnx.Rngs, such as its class, or a list with one for each kind of layer"
         )
     return kinds
@@ -100,9 +100,9 @@ def _repeated(variable: Variable, microbatches: int) -> Variable:
     """A variable `[repeats, stages, layers, …]` with an axis of microbatches after the layers."""
     axes = variable.get_metadata("logical_axes")
     value = jnp.repeat(variable.get_value()[:, :, :, None], microbatches, axis=3)
-    found = variable.replace(value)
-    found.set_metadata("logical_axes", (*axes[:3], None, *axes[3:]))
-    return found
+    longer = variable.replace(value)
+    longer.set_metadata("logical_axes", (*axes[:3], None, *axes[3:]))
+    return longer
 
 
 def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> nnx.Module:
@@ -174,10 +174,10 @@ def _stacked(variable: Variable, layout: Layout) -> Variable:
             f"{type(variable.get_value()).__name__} in it; in a pipeline each holds one array"
         )
     own = _own_axes(variable, variable.get_value().ndim - 3)
-    found = _placed(variable, (None, "stage", None, *own), layout)
+    placed = _placed(variable, (None, "stage", None, *own), layout)
     if any(own) and variable.get_metadata().get("logical_axes") is None:
-        found.set_metadata("gather_at_use", True)
-    return found
+        placed.set_metadata("gather_at_use", True)
+    return placed
 
 
 def _own_axes(variable: Variable, number: int) -> tuple[AxisName, ...]:
@@ -222,8 +222,8 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
 
 def _placed(variable: Variable, axes: tuple[AxisName, ...], layout: Layout) -> Variable:
     value = place(variable.get_value(), layout.spec(*axes))
-    found = type(variable)(value, logical_axes=axes)
+    placed = type(variable)(value, logical_axes=axes)
     for name, one in variable.get_metadata().items():
-        if name not in found.get_metadata() and name not in _FLAX_SHARDING:
-            found.set_metadata(name, one)
-    return found
+        if name not in placed.get_metadata() and name not in _FLAX_SHARDING:
+            placed.set_metadata(name, one)
+    return placed

@@ -130,7 +130,7 @@ def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
 
 
 def over_kinds(
-    found: Sequence[PyTree],
+    of_kinds: Sequence[PyTree],
     real: Sequence[Array | None],
     *,
     counts: Sequence[float],
@@ -139,15 +139,15 @@ def over_kinds(
     """Combines the metrics of layers of several kinds; a kind without metrics takes no part."""
     # `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
     # `counts` are the layers of each kind in a call, in the mean over all calls.
-    if len(found) == 1 and real[0] is None:
-        return over_layers(found[0], copies=copies)
-    reporting = [kind for kind, metrics in enumerate(found) if jax.tree.leaves(metrics)]
+    if len(of_kinds) == 1 and real[0] is None:
+        return over_layers(of_kinds[0], copies=copies)
+    reporting = [kind for kind, metrics in enumerate(of_kinds) if jax.tree.leaves(metrics)]
     if not reporting:
-        return found[0]
+        return of_kinds[0]
     layers = sum(counts[kind] for kind in reporting)
 
     def total(kind: int) -> PyTree:
-        metrics, counted = found[kind], real[kind]
+        metrics, counted = of_kinds[kind], real[kind]
         if copies is not None:
             metrics = _fold(metrics, copies)
             counted = None if counted is None else jnp.any(counted, axis=copies)

@@ -233,8 +233,8 @@ class OneForwardOneBackward:
         # In a bubble a stage reads the slot of its first visit, which has valid values by then.
         group, place = np.divmod(self.backward.microbatch, self.stages)
         forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
-        found: np.ndarray = self.slots[forwarded]
-        return found
+        slots: np.ndarray = self.slots[forwarded]
+        return slots
 
     def to_json(self) -> dict[str, object]:
         """A phase is written as its first tick and the tick after its last."""

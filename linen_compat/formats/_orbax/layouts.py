@@ -154,12 +154,12 @@ class TreeLayout:
     def leaves(self, arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Every stored array by its path, from parameters by NNX path as in one layer."""
         outside, of_layers = of_model(arrays)
-        found = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
+        specs = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
         for names in of_layers:
             one = arrays[names.nnx]
             whole = ArraySpec(self.stacked(names, one.shape), one.dtype)
-            found |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
-        return found
+            specs |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
+        return specs
 
     def order(self, names: Names) -> Sequence[int]:
         """All layers that have a parameter, in an order that reads each stored array once."""
@@ -239,7 +239,7 @@ def _leading(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
 ) -> tuple[int, ...]:
     """The sizes of the stacking axes that most arrays below `prefix` have; () without any."""
-    found = Counter[tuple[int, ...]]()
+    counts = Counter[tuple[int, ...]]()
     for name, shape in shapes.items():
         if not name.startswith(prefix):
             continue
@@ -247,9 +247,9 @@ def _leading(
         for names, rank in _RANKS.items():
             extra = len(shape) - rank
             if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
-                found[shape[axis : axis + extra]] += 1
+                counts[shape[axis : axis + extra]] += 1
                 break
-    return found.most_common(1)[0][0] if found else ()
+    return counts.most_common(1)[0][0] if counts else ()
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:

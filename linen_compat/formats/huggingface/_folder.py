@@ -64,8 +64,8 @@ class TensorFolder:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, which is checked as a whole first if the folder has checksums."""
         if self.sums is not None and name not in self._checked:
-            found = checksums.of_part(*_place(self._files[name], name))
-            checksums.require(self.folder, self.sums, name, found)
+            checksum = checksums.of_part(*_place(self._files[name], name))
+            checksums.require(self.folder, self.sums, name, checksum)
             self._checked.add(name)
         # Opened anew, as the pages of a mapped file count as memory until it is closed.
         with _opened(self._files[name]) as file:

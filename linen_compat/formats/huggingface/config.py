@@ -217,10 +217,10 @@ def _architecture(values: Keys) -> Architecture:
     names, kind = values.get("architectures"), values.get("model_type")
     known = ", ".join(ARCHITECTURES)
     if names is None:
-        found = [one for one in ARCHITECTURES.values() if one.model_type == kind]
-        if not found:
+        classes = [one for one in ARCHITECTURES.values() if one.model_type == kind]
+        if not classes:
             raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
-        return found[0]
+        return classes[0]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in [*ARCHITECTURES]:
         raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
     if kind not in (None, ARCHITECTURES[names[0]].model_type):
@@ -233,10 +233,10 @@ def _architecture(values: Keys) -> Architecture:
 
 def _renamed(values: Keys, architecture: Architecture) -> Json:
     """The values with every key under the name that `architecture` gives it."""
-    found: dict[str, Json] = {}
+    by_name: dict[str, Json] = {}
     for key, value in values.items():
-        found.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(given, None) for key, given in found.items()}
+        by_name.setdefault(architecture.other_names.get(key, key), {})[key] = value
+    return {key: agreed(given, None) for key, given in by_name.items()}
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:

@@ -92,14 +92,14 @@ def _compare_steps(
     mesh, pairs = target.mesh_config, target.pairs()
     labels = target.labels if len(steps) == 1 else (str(steps[0].model), str(steps[1].model))
     with progress() as say, compiler_errors():
-        found = [
+        outcomes = [
             [compare_steps((one, other), mesh, pair, labels, cache=cache, progress=say)]
             for pair in pairs
         ]
     heading = presets().title(str(steps[0].model), one, mesh)
     if len(steps) > 1:
         heading = f"training steps of {' and '.join(labels)} on {mesh}"
-    _report(heading, found, target, outputs)
+    _report(heading, outcomes, target, outputs)
 
 
 def _run_experiments(
@@ -108,24 +108,24 @@ def _run_experiments(
     experiments, config, mesh = choose(names), chosen_config(chosen), target.mesh_config
     given = parse_overrides(chosen.assignments)
     with progress() as say, compiler_errors():
-        found = [
+        outcomes = [
             run_experiments(
                 experiments, config, mesh, platform, given=given, cache=cache, progress=say
             )
             for platform, _ in target.pairs()
         ]
-    _report(presets().title(str(chosen.model), config, mesh), found, target, outputs)
+    _report(presets().title(str(chosen.model), config, mesh), outcomes, target, outputs)
 
 
 def _report(
-    what: str, found: Sequence[Sequence[Outcome]], target: TwoArms, outputs: Outputs
+    what: str, results: Sequence[Sequence[Outcome]], target: TwoArms, outputs: Outputs
 ) -> None:
     """Shows and writes the outcomes; raises Failed if one of them failed."""
     heading = f"{what}; {target.platform}, per device"
-    report.show_outcomes(heading, found, target.platform, json_path=outputs.json_path)
+    report.show_outcomes(heading, results, target.platform, json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
-    outputs.write_outcomes(heading, found)
-    failed = [one.question.name for outcomes in found for one in outcomes if one.failed]
+    outputs.write_outcomes(heading, results)
+    failed = [one.question.name for outcomes in results for one in outcomes if one.failed]
     if failed:
         # With both kinds of matrix products an experiment may fail twice; it is named once.
         raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")

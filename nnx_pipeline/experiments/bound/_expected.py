@@ -52,13 +52,13 @@ def expected(sizes: Sizes, moments: tuple[Moment, ...], on_chip: int) -> tuple[M
         FEED_FORWARD: [*visit, *_hidden_again(sizes)],
         OPTIMIZER: [],
     }
-    found = []
+    filled = []
     for moment in moments:
         rows = [*_persistent(sizes, moment), *more[moment.name]]
         rows += _on_chip(rows, on_chip)
         rows += _no_arrays(sizes, rows, on_chip)
-        found.append(Moment(name=moment.name, terms=tuple(row for row in rows if row.bytes)))
-    return tuple(found)
+        filled.append(Moment(name=moment.name, terms=tuple(row for row in rows if row.bytes)))
+    return tuple(filled)
 
 
 def _persistent(sizes: Sizes, moment: Moment) -> list[Term]:

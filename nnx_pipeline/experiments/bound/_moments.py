@@ -32,7 +32,7 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
         loss = [*kept, *_results(sizes)]
         backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, embedding=False)]
     block = [*backward, *_kernels(sizes), *_projections(sizes)]
-    found = {
+    terms = {
         LOSS: [*loss, *_loss(sizes)],
         OF_ATTENTION: [*block, *_attention(sizes)],
         FEED_FORWARD: [*block, *_feed_forward(sizes)],
@@ -40,7 +40,7 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
     }
     return tuple(
         Moment(name=name, terms=tuple(row for row in rows if row.bytes))
-        for name, rows in found.items()
+        for name, rows in terms.items()
     )
 
 

@@ -201,9 +201,9 @@ class Actions:
             letters = [LETTERS[kind] for kind in np.flatnonzero(there[:, stage, microbatch])]
             self._refuse_part(stage, microbatch, ", ".join(letters))
 
-    def _refuse_part(self, stage: int, microbatch: int, found: str) -> None:
+    def _refuse_part(self, stage: int, microbatch: int, visits: str) -> None:
         raise InputError(
-            f"stage {stage} has {found or 'nothing'} of microbatch {microbatch}; it must have "
+            f"stage {stage} has {visits or 'nothing'} of microbatch {microbatch}; it must have "
             + ("F and B, or F, I and W" if self.trains else "F")
         )
 
@@ -260,12 +260,12 @@ def _parsed(cell: str, line: int) -> tuple[int, int, int]:
     cell = cell.strip()
     if not cell:
         return IDLE, 0, 0
-    found = _CELL.fullmatch(cell)
-    if found is None:
+    match = _CELL.fullmatch(cell)
+    if match is None:
         raise InputError(
             f"line {line} of the timetable has the cell {cell!r}; write a stage, one of "
             f"{', '.join(LETTERS.strip())} and a microbatch, such as 2F0, or nothing; sends, "
             "receives and pairs of actions that overlap cannot be read (PyTorch leaves sends and "
             "receives out with format='compute_only')"
         )
-    return LETTERS.index(found[2]), int(found[1]), int(found[3])
+    return LETTERS.index(match[2]), int(match[1]), int(match[3])

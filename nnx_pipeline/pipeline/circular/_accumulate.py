@@ -58,8 +58,8 @@ class Accumulate:
 
         def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
             mapped = stages.map_stages(functools.partial(apply_stage, reads.captured))
-            found: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
-            return found
+            result: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
+            return result
 
         gather = self.how.fsdp_gather.of_repeats(self.loop.schedule.repeats)
         own = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)

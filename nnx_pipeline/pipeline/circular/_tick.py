@@ -226,8 +226,8 @@ def autodiff_tick(
     @checkpoint
     def select_and_visit(split: PyTree, now: CircularPlan, x: Moving) -> tuple[Moving, PyTree]:
         weights = visit.weights_of(split, now.repeat)
-        found: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
-        return found
+        result: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
+        return result
 
     split = repeats.split_to_read(params, cast_at_use=loop.cast_at_use)
     make = functools.partial(select_and_visit, split)

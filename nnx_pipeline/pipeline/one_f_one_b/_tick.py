@@ -299,8 +299,8 @@ def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
     needed = iter([gradient for total, gradient in pairs if total is not None])
 
     def one(total: Array) -> Array:
-        found: Array = at_slot(total, microbatch, select_slot(total, microbatch) + next(needed))
-        return found
+        sums: Array = at_slot(total, microbatch, select_slot(total, microbatch) + next(needed))
+        return sums
 
     return jax.tree.map(one, totals)
 

@@ -154,9 +154,9 @@ def _metric_weight(weight: float | Array) -> float | Array:
     """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
     if not is_number or isinstance(weight, bool) or not _is_real(weight):
-        found = type_of(weight) if is_number else repr(weight)
+        text = type_of(weight) if is_number else repr(weight)
         raise InputError(
-            f"metric_weights have {found} among them; give each metric a real number, such as 0.01"
+            f"metric_weights have {text} among them; give each metric a real number, such as 0.01"
         )
     if not isinstance(weight, jax.core.Tracer):
         return weight

@@ -84,8 +84,8 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
 
 def _unpacked(result: PyTree, number: int, who: str, wanted: str) -> PyTree:
     if not isinstance(result, (tuple, list)) or len(result) != number:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
-        raise InputError(f"{who} returned {found}; it must return {wanted}")
+        text = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+        raise InputError(f"{who} returned {text}; it must return {wanted}")
     return result
 
 
@@ -94,9 +94,9 @@ def check_passed_on(result: PyTree, x: PyTree, who: str, following: str) -> tupl
     pair = "a pair, activations and metrics, such as (x, None)"
     returned, metrics = _unpacked(result, 2, who, pair)
     if not states.alike(x, returned):
-        given, found = states.types_of(x), states.types_of(returned)
+        given, after = states.types_of(x), states.types_of(returned)
         raise InputError(
-            f"{who} was given activations {given} and returned {found}; both "
+            f"{who} was given activations {given} and returned {after}; both "
             f"must be the same, as the next {following} gets them"
         )
     return returned, metrics
@@ -125,9 +125,9 @@ def checked_exit(function: Callable[..., Array]) -> Callable[..., Array]:
     def apply(*args: PyTree) -> Array:
         loss = function(*args)
         if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
-            found = jax.tree.map(_words, loss) if loss is not None else loss
+            text = jax.tree.map(_words, loss) if loss is not None else loss
             raise InputError(
-                f"`leave` returned {found}; it must return the loss of a microbatch and nothing "
+                f"`leave` returned {text}; it must return the loss of a microbatch and nothing "
                 "else, a float32 scalar (cast before taking the mean, as by x.astype('float32')); "
                 "other values can be metrics of a layer"
             )
@@ -288,8 +288,8 @@ def call_explained(
             given, named = (*function.args, *given), {**function.keywords, **named}
             function = function.func
         if not callable(function):
-            found = type(function).__name__
-            raise InputError(f"{rule}, and is of type {found}; give a function") from error
+            text = type(function).__name__
+            raise InputError(f"{rule}, and is of type {text}; give a function") from error
         signature = _signature(function)
         try:
             signature.bind(*given, **named)
@@ -304,8 +304,8 @@ def _signature(function: Callable[..., object]) -> inspect.Signature:
     if not isinstance(function, type):
         return inspect.signature(function)
     # That of a class of Flax is of its metaclass, which takes anything.
-    found = inspect.signature(function.__init__)  # type: ignore[misc]
-    return found.replace(parameters=[*found.parameters.values()][1:])
+    signature = inspect.signature(function.__init__)  # type: ignore[misc]
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def _variables(layer: nnx.Module) -> list[tuple[PyTree, PyTree]]:
@@ -314,8 +314,8 @@ def _variables(layer: nnx.Module) -> list[tuple[PyTree, PyTree]]:
 
 def arrays_of(tree: PyTree, but: Callable[[object], bool] | None = None) -> dict[str, Array]:
     """The leaves of a tree by their paths, without those in a node that `but` is true of."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
-    nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
+    nodes = [(path, leaf) for path, leaf in leaves if but is None or not but(leaf)]
     return {
         jax.tree_util.keystr(at + path): leaf
         for at, node in nodes

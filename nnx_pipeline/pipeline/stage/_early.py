@@ -47,9 +47,9 @@ class EarlyLayers:
 
         def stacked(variable: Variable) -> Variable:
             axes = (None, *variable.get_metadata("logical_axes"))
-            found = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
-            found.set_metadata("logical_axes", axes)
-            return found
+            placed = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
+            placed.set_metadata("logical_axes", axes)
+            return placed
 
         module: nnx.Module = jax.tree.map(stacked, made, is_leaf=is_variable)
         return module

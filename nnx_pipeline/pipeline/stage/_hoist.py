@@ -53,7 +53,7 @@ def hoist(
 
     # The call may reach a function more than once; each time it closes over the same arrays.
     call(*map(watched, range(len(functions))))
-    programs = [found[0] for found in seen]
+    programs = [traces[0] for traces in seen]
     captured = tuple([_on_mesh(leaf) for leaf in program.jaxpr.consts] for program in programs)
     pairs = zip(functions, programs, strict=True)
     traced = tuple(program.jaxpr for program in programs)

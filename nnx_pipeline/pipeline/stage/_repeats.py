@@ -83,10 +83,10 @@ def select(split: PyTree, repeat: Array) -> PyTree:
         return _read_whole(split, repeat)
     if not isinstance(split, ByRepeat):
         return select_repeat(split, repeat)
-    found = split.trees[0]
+    selected = split.trees[0]
     for number, tree in enumerate(split.trees[1:], start=1):
-        found = where(repeat == number, tree, found)
-    return found
+        selected = where(repeat == number, tree, selected)
+    return selected
 
 
 def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:

@@ -67,11 +67,11 @@ def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple
         return [leaf for leaf, d_out in zip(d_outs, needed, strict=True) if d_out is not None]
 
     back = jax.linear_transpose(needed_tangents, *(primals[index] for index in floats))
-    found: list[Array | None] = [None] * len(primals)
+    results: list[Array | None] = [None] * len(primals)
     d_floats = back([d_out for d_out in needed if d_out is not None])
     for index, cotangent in zip(floats, d_floats, strict=True):
-        found[index] = cotangent
-    d_again, d_x = jax.tree.unflatten(tree, found)
+        results[index] = cotangent
+    d_again, d_x = jax.tree.unflatten(tree, results)
     return d_again, d_x
 
 

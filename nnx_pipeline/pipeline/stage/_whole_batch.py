@@ -46,8 +46,8 @@ def run_whole_batch(
     numbers = [jnp.asarray(stack.numbers(kind)) for kind in range(len(kinds))]
     whole = tuple(map(stages.NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
-    x, found = stage.sequence(apply, in_order(whole, stack), x)
-    metrics, written = stages.of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
+    x, results = stage.sequence(apply, in_order(whole, stack), x)
+    metrics, written = stages.of_all_kinds(results, stack, copies=1 if copies else None, calls=1)
     total = given_out(metrics, x)
     if stored is None or state is None:
         return x, total
@@ -60,7 +60,7 @@ def run_whole_batch(
 
 def _of_one_microbatch(stored: State) -> list[Array]:
     """Refuses caches of several microbatches."""
-    found = []
+    leaves = []
     for leaf in stored:
         if isinstance(leaf, PerMicrobatch):
             if leaf.value.shape[2] != 1:
@@ -69,8 +69,8 @@ def _of_one_microbatch(stored: State) -> list[Array]:
                     "through them at once; set pipeline.num_microbatches=1"
                 )
             leaf = jnp.squeeze(leaf.value, 2)
-        found.append(leaf)
-    return found
+        leaves.append(leaf)
+    return leaves
 
 
 def in_order(tree: PyTree, stack: Stack) -> PyTree:

@@ -70,18 +70,18 @@ class LayerSequence:
         """Applies all layers, if `unrolled`, or the stack of each kind; metrics by kind."""
 
         def one_of_each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-            found = []
+            results = []
             for layer in layers:
                 x, metrics = one(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
-                found.append(_named(metrics, LAYER_METRICS))
-            return x, tuple(found)
+                results.append(_named(metrics, LAYER_METRICS))
+            return x, tuple(results)
 
         # A checkpoint decides over the names within it: a tick's checkpoint over the inputs of all
         # its layers, else a layer's over its own.
         one = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
-            return x, jax.tree.map(lambda leaf: leaf[None], found)
+            x, results = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            return x, jax.tree.map(lambda leaf: leaf[None], results)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
         in_scan = not self.unrolled and self.number > 1
         one = self.remat.checkpoint(one, in_scan=in_scan)
@@ -274,8 +274,8 @@ class StageLayers:
         copies = self.layout.axes("copy")
         if not copies:
             apply = functools.partial(call, side={**side, **self.shared})
-            x, found = self.sequence(apply, layers, x)
-            metrics, written = of_all_kinds(found, self.stack)
+            x, results = self.sequence(apply, layers, x)
+            metrics, written = of_all_kinds(results, self.stack)
             return (x, metrics, *([] if state is None else [written]))
 
         def one_copy(
@@ -283,13 +283,13 @@ class StageLayers:
         ) -> tuple[PyTree, tuple[LayerResult, ...]]:
             return self.sequence(functools.partial(call, side={**side, **self.shared}), layers, x)
 
-        x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
-        metrics, _ = of_all_kinds(found, self.stack, copies=0)
+        x, results = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
+        metrics, _ = of_all_kinds(results, self.stack, copies=0)
         return x, metrics
 
 
 def of_all_kinds(
-    found: Sequence[LayerResult],
+    results: Sequence[LayerResult],
     stack: Stack,
     *,
     copies: int | None = None,
@@ -298,9 +298,9 @@ def of_all_kinds(
     """Metrics and state of all layers of a stage, in `calls` calls or the visits of a loop."""
     calls = calls or stack.visits
     metrics = over_kinds(
-        [result.metrics for result in found],
-        [result.real for result in found],
+        [result.metrics for result in results],
+        [result.real for result in results],
         counts=[stack.count(kind) / calls for kind in range(stack.kinds)],
         copies=copies,
     )
-    return metrics, [leaf for result in found for leaf in result.state]
+    return metrics, [leaf for result in results for leaf in result.state]

@@ -131,9 +131,9 @@ def _only_params(tree: PyTree) -> bool:
 def _as_bits(variable: Variable) -> Variable:
     value = variable.get_value()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        found = variable.replace(jax.random.key_data(value))
-        found.set_metadata(_STORED, jax.random.key_impl(value))
-        return found
+        stored = variable.replace(jax.random.key_data(value))
+        stored.set_metadata(_STORED, jax.random.key_impl(value))
+        return stored
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return variable
     value = no_gradient_to(
@@ -143,9 +143,9 @@ def _as_bits(variable: Variable) -> Variable:
         value,
     )
     bits = jnp.dtype(f"int{jnp.finfo(value.dtype).bits}")
-    found = variable.replace(jax.lax.bitcast_convert_type(value, bits))
-    found.set_metadata(_STORED, value.dtype)
-    return found
+    stored = variable.replace(jax.lax.bitcast_convert_type(value, bits))
+    stored.set_metadata(_STORED, value.dtype)
+    return stored
 
 
 def _from_bits(variable: Variable) -> Variable:

@@ -85,8 +85,8 @@ class Branches:
         choices: list[Function] = [functools.partial(self._idle, given)]
         for branch in self.plan.branches:
             choices.append(functools.partial(kinds[branch.kind], branch, given))
-        found: tuple[RankState, PyTree] = jax.lax.switch(row.branch, choices, state, row)
-        return found
+        result: tuple[RankState, PyTree] = jax.lax.switch(row.branch, choices, state, row)
+        return result
 
     def start(
         self, given: Given, x: PyTree, outer: EndTotals | None, dtype: DTypeLike | None, fill: float

@@ -249,8 +249,8 @@ class _Ticks:
         totals = jax.lax.cond(at.exit.due, leave, stay, totals, message)
         if not self.differentiate:
             return totals
-        found: EndTotals = jax.lax.cond(at.back.due, back, stay, totals, message)
-        return found
+        passed: EndTotals = jax.lax.cond(at.back.due, back, stay, totals, message)
+        return passed
 
     def _on_ranks(
         self, function: Function, given: tuple[PyTree, ...], specs: tuple[P, ...], out_specs: P

@@ -118,9 +118,9 @@ def run_timetable(
     def call(*looks: Function) -> None:
         make_loop(TimetableFunctions(looks[0], looks[2:], looks[1])).visit_once(weights, inputs)
 
-    found, captured, traced = hoist(own, call)
+    hoisted, captured, traced = hoist(own, call)
     loop = dataclasses.replace(
-        make_loop(TimetableFunctions(found[0], tuple(map(checkpoint, found[2:])), found[1])),
+        make_loop(TimetableFunctions(hoisted[0], tuple(map(checkpoint, hoisted[2:])), hoisted[1])),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
     # The stages have a list for each of their functions.
