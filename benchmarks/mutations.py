@@ -906,8 +906,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/_router.py",
-        "kept = scores + bias if bias is not None and routing.weighs_bias else wide",
-        "kept = scores if bias is not None and routing.weighs_bias else wide",
+        "weighed = scores + bias if bias is not None and routing.weighs_bias else wide",
+        "weighed = scores if bias is not None and routing.weighs_bias else wide",
         "test_families",
     ),
     Mutation(

@@ -148,13 +148,13 @@ def unboxed_shape(leaf: PyTree) -> PyTree:
     return jax.tree.map(np.shape, unboxed(leaf))
 
 
-def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
+def check_leaves(leaves: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
     """Raises InputError for a leaf that is unknown, missing, or of another shape than wanted.
 
     Paths begin with the collection; `at` is the path of the module within the outer one.
     """
-    unknown = [path for path in given if path not in wanted]
-    missing = [path for path in wanted if path not in given]
+    unknown = [path for path in leaves if path not in wanted]
+    missing = [path for path in wanted if path not in leaves]
     if unknown:
         name = _name(unknown[0], at)
         cure = _nearest(name, [_name(path, at) for path in missing or wanted])
@@ -162,10 +162,10 @@ def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
     if missing:
         raise InputError(
             f"{_name(missing[0], at)}, a variable of {of}, is not in the tree{_more(missing)}; "
-            f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
+            f"{_nearest(_name(missing[0], at), [_name(path, at) for path in leaves])}"
         )
     for path, shape in wanted.items():
-        actual = unboxed_shape(given[path])
+        actual = unboxed_shape(leaves[path])
         if actual != shape:
             raise InputError(
                 f"{_name(path, at)} has shape {actual} and {of} needs {shape}; "

@@ -67,9 +67,9 @@ def to_linen(
             f"to_linen({kind.__name__}, …) got rngs={type(options['rngs']).__name__}, but the "
             "module takes its random numbers from Linen; leave it out"
         )
-    given = {**options, "rngs": None} if takes_rngs(kind) else options
-    check_arguments(kind.__init__, args, given, of=f"the constructor of {kind.__name__}")
-    check_configs(kind.__init__, args, given, of=kind.__name__)
+    arguments = {**options, "rngs": None} if takes_rngs(kind) else options
+    check_arguments(kind.__init__, args, arguments, of=f"the constructor of {kind.__name__}")
+    check_configs(kind.__init__, args, arguments, of=kind.__name__)
     recipe = Recipe(kind, args, tuple(sorted(options.items())))
     try:
         hash(recipe)
@@ -195,7 +195,7 @@ class NNXAsLinen(nn.Module):
         Linen replaces everything below one name at a time, so what is beside is written again.
         """
         changed = {path[:2] for path in new}
-        kept = {path: leaf for path, leaf in (siblings or {}).items() if path[:2] in changed}
-        for collection, tree in unflatten_dict({**kept, **new}).items():
+        unchanged = {path: leaf for path, leaf in (siblings or {}).items() if path[:2] in changed}
+        for collection, tree in unflatten_dict({**unchanged, **new}).items():
             for name, value in tree.items():
                 self.put_variable(collection, name, value)

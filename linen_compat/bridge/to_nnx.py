@@ -97,11 +97,11 @@ def to_nnx(
     sown = frozenset(path for path in boxes if note.has(path))
     leaves = boxes
     if variables is not None:
-        given = flatten(variables)
-        read = {path: leaf for path, leaf in given.items() if not note.has(path)}
+        flat = flatten(variables)
+        read = {path: leaf for path, leaf in flat.items() if not note.has(path)}
         wanted = {path: paths.unboxed_shape(boxes[path]) for path in boxes if path not in sown}
         paths.check_leaves(read, wanted, of=type(module).__name__)
-        leaves = given | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
+        leaves = flat | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
     slots = tuple((paths.nnx_path(module, path[1:]), path) for path in boxes)
     made_here = [_variable(path[0], boxes[path], leaves[path]) for path in boxes]
     return LinenAsNNX(module, slots, sown, made_here, streams, names)
@@ -324,8 +324,8 @@ def _keys_and_streams(
         return {PARAMS: jax.random.key(rngs) if isinstance(rngs, int | np.integer) else rngs}, None
     names = [name for name in rngs if name not in (PARAMS, "default")]
     keys = {PARAMS: rngs.params(), **{name: rngs[name]() for name in names}}
-    kept = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None
-    return keys, kept
+    streams = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None
+    return keys, streams
 
 
 def _key(source: nnx.RngStream | Array) -> Array:

@@ -199,8 +199,8 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
     # A lost block is contiguous on disk; in memory it may be spread over the layers of a stack.
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
     left_out = PATHS_OUTSIDE | _may_be_zero(config)
-    stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
-    zeros = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
+    stored = {source.name(*slot): slot for slot in walk(source) if slot[0] not in left_out}
+    zeros = {name: zeros_in_a_row(source.in_order(*slot)) for name, slot in stored.items()}
     return {name: strange for name, strange in zeros.items() if strange}
 
 
@@ -232,11 +232,11 @@ def compare_with_maxtext(checkpoint: str | Path, config: Config) -> FirstDiffere
     with jax.default_matmul_precision("highest"):
         states = _states_of(load(checkpoint, config), jnp.asarray(tokens, jnp.int32))
         expected = reference.hidden_states(contents, model, tokens)
-        for (place, theirs), ours in zip(expected, states, strict=True):
+        for (name, theirs), ours in zip(expected, states, strict=True):
             scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
             difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
             if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
-                return FirstDifference(place, difference)
+                return FirstDifference(name, difference)
             largest = max(largest, difference)
     return FirstDifference(None, largest)
 

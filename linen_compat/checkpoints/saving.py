@@ -77,8 +77,8 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     if format in (PIPELINED, NNX):
         own = model.pipeline.num_stages, model.pipeline.config.num_repeats
     stages, repeats = (
-        default if given is None else given
-        for given, default in zip((stages, repeats), own, strict=True)
+        default if number is None else number
+        for number, default in zip((stages, repeats), own, strict=True)
     )
     return TreeLayout(format, layers, stages, repeats, dense)
 

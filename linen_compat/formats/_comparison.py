@@ -223,10 +223,10 @@ def _compare_part(
 
 def _compare_optimizer(result: Comparison, contents: Inspection) -> None:
     """Adds what is missing of an optimizer: both moments, their count and the step."""
-    family, place = (
+    family, prefix = (
         ("nnx", "optimizer") if contents.layout.format == NNX else ("maxtext", "opt_state/0")
     )
     absent = [moment for moment in MOMENTS if moment not in contents.moments]
-    result.missing.extend(f"{place}/{moment}" for moment in absent)
+    result.missing.extend(f"{prefix}/{moment}" for moment in absent)
     absent = [name for name in ("step", "count") if name not in contents.scalars]
     result.missing.extend(SCALAR_PATHS[family][name] for name in absent)

@@ -91,7 +91,7 @@ def claimed(run: str | Path) -> Iterator[None]:
         ) from error
     if not is_there:
         check_free(run)
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _locked(folder) as lock:
         undo = functools.partial(_forget, folder, made, lock)
         _claimed[folder.absolute()] = lock
@@ -168,5 +168,5 @@ def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
         if _is_at(lock, folder) and not _steps(folder):  # the file may be in another folder now
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
-            for place in made:
-                place.rmdir()
+            for path in made:
+                path.rmdir()

@@ -234,7 +234,7 @@ def stacked_layers(
     `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
     `stack` gives the stacked array of a path.
     """
-    paths, weights = sorted(one, key=place_in_nnx), []
+    paths, weights = sorted(one, key=nnx_order), []
     for path in paths:
         axes = (*leading, *axes_of_box(one[path]))
         value = sharded_by(stack(path), layout.spec(*axes))
@@ -247,7 +247,7 @@ def axes_of_box(leaf: PyTree) -> Names:
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 
-def place_in_nnx(path: str) -> tuple[str, ...]:
+def nnx_order(path: str) -> tuple[str, ...]:
     """A sort key: the weights of a decoder layer in the order of the NNX layer.
 
     In another order a loop carries the arrays, and fuses, differently, and sums round differently.

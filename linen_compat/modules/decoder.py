@@ -147,10 +147,10 @@ class Decoder(Configured):
         policy = POLICIES[self.config.pipeline.remat].policy()
         # In the body of a scan there is nothing to merge a recomputation with.
         remat = cast(Callable[..., Visit], nn.remat)
-        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
+        call = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
 
         def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            x, usage = kept(layer, x, number)
+            x, usage = call(layer, x, number)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
 
         x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, body)

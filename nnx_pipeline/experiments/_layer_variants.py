@@ -75,12 +75,12 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> ApplyStage:
         ) -> tuple[tuple[PyTree, ...], PyTree]:
             own = nnx.merge(graph, state)
             pairs = type(params)(zip(own, numbers, strict=True))
-            given = apply_stage(pairs, x, side)
-            return given, nnx.split(own)[1]
+            results = apply_stage(pairs, x, side)
+            return results, nnx.split(own)[1]
 
-        given: tuple[PyTree, ...]
-        given, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)
-        return given
+        results: tuple[PyTree, ...]
+        results, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)
+        return results
 
     return apply
 

@@ -44,8 +44,8 @@ def compare_arms(
     key = entry_key(Platform("cpu"), "numerics", mesh, *programs, experiment.tolerance)
     if (known := cache.get(key)) is not None:
         try:
-            kept = {**known[0], "all_zero": tuple(known[0]["all_zero"]), "measured": known[1]}
-            return Numerics(**kept)
+            fields = {**known[0], "all_zero": tuple(known[0]["all_zero"]), "measured": known[1]}
+            return Numerics(**fields)
         except (KeyError, TypeError):
             pass  # an entry that something else has written
     # JAX may not have been started yet, because measurements from the cache need no device.

@@ -40,8 +40,8 @@ class Bytes:
 
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
-        kept = (token for token in tokens if token != END)
-        parts = (bytes([token]) if token < BYTE_VALUES else b"\xff" for token in kept)
+        shown = (token for token in tokens if token != END)
+        parts = (bytes([token]) if token < BYTE_VALUES else b"\xff" for token in shown)
         return b"".join(parts).decode("utf-8", "replace")
 
 

@@ -164,7 +164,7 @@ def _programs(
         logits = place(logits[:, 0], P(None, None))
         return next_tokens(logits, sampling, keys, positions)
 
-    def kept(model: Mixtral) -> PyTree:
+    def caches_of(model: Mixtral) -> PyTree:
         # In auto mode the compiler would choose where the caches are, and copy them at every step.
         model.pipeline.layers = place_by(model.pipeline.layers, model.layout)
         if model.early is not None:
@@ -175,13 +175,13 @@ def _programs(
     def prefill(model: Mixtral, tokens: Array, lengths: Array) -> _State:
         cached = make(model)
         logits = cached(tokens, at=lengths - 1)
-        return kept(cached), chosen(logits, lengths), lengths
+        return caches_of(cached), chosen(logits, lengths), lengths
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(caches: PyTree, weights: PyTree, tokens: Array, positions: Array) -> _State:
         cached = nnx.merge(graph, caches, weights)
         logits = cached(tokens[:, None], positions=positions[:, None])
-        return kept(cached), chosen(logits, positions + 1), positions + 1
+        return caches_of(cached), chosen(logits, positions + 1), positions + 1
 
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     return (

@@ -240,14 +240,14 @@ def _loss_forward(
         "does not give; use jax.lax.stop_gradient on them",
         primals[-1],
     )
-    given: tuple[Array, ...] = values_of(primals)
-    hidden, kernel, targets, weights = given
-    kept_dtype, lift = kernel.dtype, lift_of(weights, hidden.dtype)
+    arrays: tuple[Array, ...] = values_of(primals)
+    hidden, kernel, targets, weights = arrays
+    gradient_dtype, lift = kernel.dtype, lift_of(weights, hidden.dtype)
     of_dtype = jnp.zeros((), kernel.dtype)
     if lift is not None:
         # Most probabilities of a large vocabulary are small beside the largest weight.
         lift = 64 * lift
-        kept_dtype, weights = jnp.dtype(jnp.float32), weights.astype(jnp.float32) * lift
+        gradient_dtype, weights = jnp.dtype(jnp.float32), weights.astype(jnp.float32) * lift
 
     def local(
         hidden: Array, kernel: Array, targets: Array, weights: Array
@@ -275,7 +275,7 @@ def _loss_forward(
         return (
             _sum(total, plan.tokens),
             hidden_gradient,
-            _reduce_kernel(kernel_gradient, plan).astype(kept_dtype),
+            _reduce_kernel(kernel_gradient, plan).astype(gradient_dtype),
         )
 
     out_specs = (P(), plan.hidden, plan.kernel)

@@ -167,8 +167,8 @@ def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
     numbers = ("stages", "microbatches", "repeats", "delay", "layers")
     for option in (*numbers, "name", "picture", "both", "csv"):
         if context.get_parameter_source(option) is from_the_line:
-            given = "schedule" if option == "name" else option
-            raise InputError(f"--{given} has no meaning with --read; leave it out")
+            flag = "schedule" if option == "name" else option
+            raise InputError(f"--{flag} has no meaning with --read; leave it out")
     check_outputs(json=json_path)
     if json_path and os.path.realpath(json_path) == os.path.realpath(str(files.read)):
         raise InputError(f"--json would write over {files.read}, which --read reads; name another")

@@ -70,7 +70,7 @@ class FsdpGather:
         def one(leaf: Array, stored: P, spec: P) -> Array | None:
             if not is_float(leaf):
                 return None
-            copies = math.prod(mesh_sizes()[name] for name in self._kept(stored))
+            copies = math.prod(mesh_sizes()[name] for name in self._summed_later(stored))
             shape = (*leaf.shape[:2], copies, *leaf.shape[2:])
             return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
 
@@ -105,7 +105,7 @@ class FsdpGather:
             leaf = jnp.squeeze(leaf, 2)
             for axis, names in self._gathered_axes(spec) if self.prefetch else ():
                 leaf = self._scattered(leaf, axis, names)
-            rest = self._kept(spec)
+            rest = self._summed_later(spec)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
         now = self._copy_specs if self.prefetch else self._total_specs
@@ -118,14 +118,14 @@ class FsdpGather:
             leaf = _scatter(leaf, axis, name, summed=name in self.copies)
         return leaf
 
-    def _kept(self, spec: P) -> tuple[str, ...]:
+    def _summed_later(self, spec: P) -> tuple[str, ...]:
         """The axes of `copies` over which no reduce-scatter sums the gradient of a weight."""
         scattered = {name for _, names in self._gathered_axes(spec) for name in names}
         return tuple(name for name in self.copies if name not in scattered)
 
     @property
     def _total_specs(self) -> tuple[P, ...]:
-        return tuple(P(*spec[:2], self._kept(spec), *spec[2:]) for spec in self.specs)
+        return tuple(P(*spec[:2], self._summed_later(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]

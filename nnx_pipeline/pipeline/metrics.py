@@ -195,7 +195,7 @@ def values(metrics: PyTree) -> PyTree:
     return _map(lambda metric: metric.value, metrics)
 
 
-def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
+def guarded_values(metrics: PyTree, besides: PyTree) -> PyTree:
     """The arrays of the metrics; asking for the gradient of a `Max` raises InputError."""
 
     def one(metric: Metric) -> Array:

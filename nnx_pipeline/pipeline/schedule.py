@@ -231,8 +231,8 @@ class OneForwardOneBackward:
     def read(self) -> np.ndarray:
         """The slot that each backward visit reads: int32 `[ticks, stages]`."""
         # In a bubble a stage reads the slot of its first visit, which has valid values by then.
-        group, place = np.divmod(self.backward.microbatch, self.stages)
-        forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
+        group, position = np.divmod(self.backward.microbatch, self.stages)
+        forwarded = (group * self.repeats + self.backward.repeat) * self.stages + position
         slots: np.ndarray = self.slots[forwarded]
         return slots
 
@@ -256,9 +256,9 @@ class OneForwardOneBackward:
 
     def _visits(self, number: np.ndarray) -> Visits:
         """S microbatches go through all repeats, then the next S."""
-        rounds, place = np.divmod(number, self.stages)
+        rounds, position = np.divmod(number, self.stages)
         group, repeat = np.divmod(rounds, self.repeats)
-        return _visits(group * self.stages + place, repeat, _within(number, self.visits))
+        return _visits(group * self.stages + position, repeat, _within(number, self.visits))
 
 
 def _within(number: np.ndarray, stop: int) -> np.ndarray:

@@ -61,17 +61,17 @@ class Visit:
         """The cotangents of what the visits read, and of their input; None for integers."""
         # If `by_stage`, each stage has its own for what the stage function closes over. `state`, a
         # tree like the state of a visit, has no gradient.
-        given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
+        d_out = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
         if not self.by_stage:
-            d_reads, (d_x, _) = backward_from(residuals, reads, given)
+            d_reads, (d_x, _) = backward_from(residuals, reads, d_out)
             return d_reads, d_x
 
         def one(
-            residuals: PyTree, own: tuple[PyTree, PyTree], given: PyTree
+            residuals: PyTree, own: tuple[PyTree, PyTree], d_out: PyTree
         ) -> tuple[PyTree, PyTree]:
-            return backward_from(residuals, Reads(*own, reads.captured), given)
+            return backward_from(residuals, Reads(*own, reads.captured), d_out)
 
-        d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], given)
+        d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], d_out)
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:

@@ -84,9 +84,9 @@ class SavedRun:
                 "it out"
             )
         if origin.text != before.text:
-            given = "is another text than that" if origin.text else "is missing: there is a text"
+            fault = "is another text than that" if origin.text else "is missing: there is a text"
             raise InputError(
-                f"--data {given} on which the run in {run} was trained; give the same files in the "
+                f"--data {fault} on which the run in {run} was trained; give the same files in the "
                 "same order"
             )
 

@@ -95,9 +95,9 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     for first in range(0, count, batch):
 
         def rows(array: np.ndarray, first: int = first) -> jax.Array:
-            given = array[first : first + batch]
+            part = array[first : first + batch]
             # The last batch is filled up with sequences of weight 0.
-            filled = np.pad(given, ((0, batch - len(given)), (0, 0)))
+            filled = np.pad(part, ((0, batch - len(part)), (0, 0)))
             return by_rows(shape, sharding, lambda start, stop: filled[start:stop])
 
         weights = np.ones(contexts.shape, np.float32)

@@ -149,7 +149,7 @@ class Rule:
         )
         ruled = np.stack([one.random(length) < FOLLOWS_RULE for one in generators])
         # From left to right, because the token before may itself have been set by the rule.
-        for place in range(1, length):
-            follows = self.follower[drawn[:, place - 1]]
-            drawn[:, place] = np.where(ruled[:, place], follows, drawn[:, place])
+        for column in range(1, length):
+            follows = self.follower[drawn[:, column - 1]]
+            drawn[:, column] = np.where(ruled[:, column], follows, drawn[:, column])
         return drawn

@@ -83,10 +83,10 @@ class Inspection:
         known = len(self.moments) == len(MOMENTS)
         if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
             return None
-        place = "optimizer" if self.layout.format == NNX else "opt_state/0"
+        prefix = "optimizer" if self.layout.format == NNX else "opt_state/0"
         return (
             f"the optimizer's state is {_some(optimizer_names(self.optimizer))}, and only that of "
-            f"optax.adamw is read ({place}/mu, {place}/nu and {place}/count)"
+            f"optax.adamw is read ({prefix}/mu, {prefix}/nu and {prefix}/count)"
         )
 
     @property
@@ -186,17 +186,17 @@ def is_orbax(checkpoint: str | Path) -> bool:
     return folder.is_dir() and (
         bool(_steps(folder))
         or any(
-            (place / METADATA).is_file() or corruption.was_orbax(place)
-            for place in (folder, *folder.iterdir())
+            (candidate / METADATA).is_file() or corruption.was_orbax(candidate)
+            for candidate in (folder, *folder.iterdir())
         )
     )
 
 
 def _items_in(folder: Path) -> Path | None:
     """The folder with the arrays of a step: `items`, the step itself, or the only other one."""
-    for place in (folder / "items", folder):
-        if _has_metadata(place):
-            return place
+    for candidate in (folder / "items", folder):
+        if _has_metadata(candidate):
+            return candidate
     finished = (child for child in folder.iterdir() if _UNFINISHED not in child.name)
     inside = sorted(child for child in finished if _has_metadata(child))
     if len(inside) > 1:

@@ -103,7 +103,7 @@ class TreeLayout:
         """How many layers have a parameter."""
         return self.num_dense_layers if names.is_early else self.num_pipeline_layers
 
-    def place(self, layer: int) -> tuple[int, int, int]:
+    def position(self, layer: int) -> tuple[int, int, int]:
         """The repeat and the stage of a layer of the pipeline, and its place in the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
@@ -119,7 +119,7 @@ class TreeLayout:
         if self.format == SCANNED or names.is_early:
             index = (slice(None),) * SCAN_AXIS + (layer,)
             return Slot(f"decoder/{names.group}/{names.linen}", index)
-        repeat, stage, j = self.place(layer)
+        repeat, stage, j = self.position(layer)
         if self.format == NNX:
             return Slot(f"{_NNX_LAYERS}/{slashed(names.nnx)}", (repeat, stage, j))
         inner = f"layers_{j}/" if self.layers_per_stage > 1 else ""
@@ -166,7 +166,7 @@ class TreeLayout:
         layers = range(self.count(names))
         if self.format != PIPELINED or names.is_early:
             return layers
-        return sorted(layers, key=lambda layer: (self.place(layer)[2], layer))
+        return sorted(layers, key=lambda layer: (self.position(layer)[2], layer))
 
 
 def scale_of_maxtext(head_dim_of_norm: int | None) -> float:

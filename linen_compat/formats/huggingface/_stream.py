@@ -180,11 +180,11 @@ class HuggingFaceDestination:
         sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
-        sums[CONFIG_FILE] = checksums.of_values(_kept(self._values))
+        sums[CONFIG_FILE] = checksums.of_values(_meaningful(self._values))
         checksums.write_checksums(self.folder, sums)
 
 
-def _kept(values: Keys) -> checksums.Json:
+def _meaningful(values: Keys) -> checksums.Json:
     """The values of `config.json` that the model depends on; all others may be edited."""
     return {key: value for key, value in values.items() if key not in IGNORED}
 
@@ -211,7 +211,7 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
         else:  # the config that was given says so
             own = dataclasses.replace(own, tied_embeddings=False)
     if files.sums is not None:  # this project wrote the folder
-        sum_of_config = checksums.of_values(_kept(read_config_json(folder)))
+        sum_of_config = checksums.of_values(_meaningful(read_config_json(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
     differ = [name for name in _MUST_AGREE if getattr(own, name) != getattr(model, name)]
     if model.kv_lora_rank is not None:  # no kernel is scaled or reordered for it

@@ -215,6 +215,6 @@ def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
     first = next(parts)
     stack = np.empty((count, *first.shape), first.dtype)
     stack[0] = first
-    for place, part in enumerate(parts, start=1):
-        stack[place] = part
+    for number, part in enumerate(parts, start=1):
+        stack[number] = part
     return stack

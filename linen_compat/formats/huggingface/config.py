@@ -236,7 +236,7 @@ def _renamed(values: Keys, architecture: Architecture) -> Json:
     by_name: dict[str, Json] = {}
     for key, value in values.items():
         by_name.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(given, None) for key, given in by_name.items()}
+    return {key: agreed(same, None) for key, same in by_name.items()}
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
@@ -301,8 +301,8 @@ def _window(values: Keys, architecture: Architecture) -> int | None:
 
 def _longest(values: Keys, absent: Keys) -> int:
     """The longest sequence, by default that of transformers."""
-    given = values.get(LONGEST)
-    return _whole_or_missing({LONGEST: absent[LONGEST] if given is None else given}, LONGEST)
+    longest = values.get(LONGEST)
+    return _whole_or_missing({LONGEST: absent[LONGEST] if longest is None else longest}, LONGEST)
 
 
 def _whole_or_missing(values: Keys, key: str) -> int:

@@ -106,11 +106,11 @@ def _run_experiments(
     names: Sequence[str], chosen: Chosen, target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     experiments, config, mesh = choose(names), chosen_config(chosen), target.mesh_config
-    given = parse_overrides(chosen.assignments)
+    overrides = parse_overrides(chosen.assignments)
     with progress() as say, compiler_errors():
         outcomes = [
             run_experiments(
-                experiments, config, mesh, platform, given=given, cache=cache, progress=say
+                experiments, config, mesh, platform, overrides=overrides, cache=cache, progress=say
             )
             for platform, _ in target.pairs()
         ]

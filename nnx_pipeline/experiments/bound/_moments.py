@@ -28,9 +28,9 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
         always = [*_gathered(sizes), *_ring(sizes), *_accumulators(sizes, embedding=True)]
         loss, backward = [*always, *_arrived(sizes)], always
     else:
-        kept = [*_gathered(sizes), *_saved(sizes)]
-        loss = [*kept, *_results(sizes)]
-        backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, embedding=False)]
+        stored = [*_gathered(sizes), *_saved(sizes)]
+        loss = [*stored, *_results(sizes)]
+        backward = [*stored, *_cotangents(sizes), *_accumulators(sizes, embedding=False)]
     block = [*backward, *_kernels(sizes), *_projections(sizes)]
     terms = {
         LOSS: [*loss, *_loss(sizes)],

@@ -74,13 +74,11 @@ class _Groups(NamedTuple):
     some: sorting.Some | None = None
     results: list[Array] | None = None
 
-    def product(
-        self, place: int, rows: Array, kernels: Array, *, transposed: bool = False
-    ) -> Array:
-        """The rows times their kernels; they belong to the result number `place`."""
+    def product(self, slot: int, rows: Array, kernels: Array, *, transposed: bool = False) -> Array:
+        """The rows times their kernels; they belong to the result number `slot`."""
         into = None
         if self.some is not None and self.results is not None:
-            into = jnp.int32(self.some.first), self.results[place]
+            into = jnp.int32(self.some.first), self.results[slot]
         return self.products.product(rows, kernels, self.sizes, into, transposed=transposed)
 
     def outer(self, left: Array, right: Array) -> Array:
@@ -163,7 +161,7 @@ class _OnDevice(OnDevices):
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
-                return [groups.product(place, rows, one) for place, one in enumerate(whole)], ()
+                return [groups.product(slot, rows, one) for slot, one in enumerate(whole)], ()
 
             return tuple(rows[None] for rows in self.by_group(some, order, kernels)[0])
 
@@ -182,9 +180,9 @@ class _OnDevice(OnDevices):
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 parts, d_kernels = [], []
-                for place, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
+                for slot, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
                     whole = self.gathered(kernel, 1)
-                    parts.append(groups.product(place, d_row, whole, transposed=True))
+                    parts.append(groups.product(slot, d_row, whole, transposed=True))
                     d_kernels.append(self.summed(groups.outer(rows, d_row), 1))
                 return parts, tuple(d_kernels)
 

@@ -103,8 +103,8 @@ class Actions:
         """The most visits whose residuals each rank stores, the visit in progress included."""
         begun = np.cumsum(self.kind == FORWARD, axis=1)
         ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))
-        kept = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
-        return tuple(kept.max(axis=1).tolist())
+        live = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
+        return tuple(live.max(axis=1).tolist())
 
     def cells(self) -> list[list[str]]:
         rows = zip(*(table.tolist() for table in self._tables), strict=True)

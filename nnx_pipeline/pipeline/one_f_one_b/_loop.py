@@ -138,9 +138,9 @@ class OneForwardOneBackwardLoop:
         jax.eval_shape(call, weights, inputs, layers)
 
     def _first_visit(
-        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
+        self, weights: LoopWeights, inputs: Inputs, start: tuple[PyTree, PhasePlan], *, keep: bool
     ) -> tuple[PyTree, PyTree, PyTree]:
-        layers, plan = given
+        layers, plan = start
         now = jax.tree.map(lambda leaf: leaf[0], plan)
         x = self.tick.entering(weights, inputs, now)
         moving = x, take(layers, self.tick.visits_at(now))
@@ -152,7 +152,7 @@ class OneForwardOneBackwardLoop:
         return objective(state.loss, metrics, self.tick.metric_weights)
 
     def _start(
-        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
+        self, weights: LoopWeights, inputs: Inputs, start: tuple[PyTree, PhasePlan], *, keep: bool
     ) -> tuple[LoopState, PyTreeDef]:
         """The state before the first tick, and the tree structure of what a visit keeps."""
 
@@ -163,7 +163,7 @@ class OneForwardOneBackwardLoop:
         def no_metric(metric: Metric) -> PyTree:
             return jax.tree.map(lambda leaf: empty_ring(leaf, None, identity(metric)), metric)
 
-        x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
+        x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, start)
         residuals, tree = jax.tree.flatten(residuals)
         slots, fill = self.tick.schedule.ring_slots, self.bubble_fill
         return LoopState(
@@ -176,6 +176,6 @@ class OneForwardOneBackwardLoop:
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
             metrics=jax.tree.map(no_metric, metrics, is_leaf=is_metric),
-            layers=given[0],
+            layers=start[0],
             of_inputs=NOTHING,
         ), tree

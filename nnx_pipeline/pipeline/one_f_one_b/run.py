@@ -121,7 +121,7 @@ def run_one_f_one_b(
     )
     total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
     total = without_lift(total, lift)
-    return total if state is None else (total, layers.given_out(schedule.microbatches))
+    return total if state is None else (total, layers.as_stored(schedule.microbatches))
 
 
 def check_bundles(functions: object, weights: object, inputs: object, options: object) -> None:
@@ -289,7 +289,7 @@ def checked_lift(lift: Lift) -> Lift:
 def lifted(leave: Callable[..., Array], lift: Lift) -> Callable[..., Array]:
     if lift is None:
         return leave
-    return functools.wraps(leave)(lambda *given: leave(*given) * lift)
+    return functools.wraps(leave)(lambda *args: leave(*args) * lift)
 
 
 def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
@@ -311,7 +311,7 @@ def computes_in_float16(program: ClosedJaxpr) -> bool:
     made = [
         variable
         for equation in equations_of(program)
-        if not all(isinstance(given, Literal) for given in equation.invars)  # else a constant
+        if not all(isinstance(operand, Literal) for operand in equation.invars)  # else a constant
         for variable in equation.outvars
     ]
     return any(getattr(each.aval, "dtype", None) == jnp.float16 for each in (*read, *made))

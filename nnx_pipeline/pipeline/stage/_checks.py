@@ -62,11 +62,11 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
         x, state = moving[0], states.without_gradient(moving[1])
-        given = (x, side, state) if has_state else (x, side)
-        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
-        with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
-            result = apply_stage(params, *given)
-        check_unchanged(before, params, lambda params: apply_stage(params, *given))
+        args = (x, side, state) if has_state else (x, side)
+        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(args)}"
+        with call_explained(apply_stage, (params, *args), {}, f"{rule} arguments"):
+            result = apply_stage(params, *args)
+        check_unchanged(before, params, lambda params: apply_stage(params, *args))
         if has_state:
             *result, written = _unpacked(
                 result,
@@ -94,9 +94,9 @@ def check_passed_on(result: PyTree, x: PyTree, who: str, following: str) -> tupl
     pair = "a pair, activations and metrics, such as (x, None)"
     returned, metrics = _unpacked(result, 2, who, pair)
     if not states.alike(x, returned):
-        given, after = states.types_of(x), states.types_of(returned)
+        before, after = states.types_of(x), states.types_of(returned)
         raise InputError(
-            f"{who} was given activations {given} and returned {after}; both "
+            f"{who} was given activations {before} and returned {after}; both "
             f"must be the same, as the next {following} gets them"
         )
     return returned, metrics
@@ -278,21 +278,21 @@ def check_layer_variables(layer: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def call_explained(
-    function: Callable[..., object], given: tuple[PyTree, ...], named: dict[str, PyTree], rule: str
+    function: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], rule: str
 ) -> Iterator[None]:
     """Raises InputError if a call failed because the function does not take its arguments."""
     try:
         yield
     except TypeError as error:
         while isinstance(function, functools.partial):
-            given, named = (*function.args, *given), {**function.keywords, **named}
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
         if not callable(function):
             text = type(function).__name__
             raise InputError(f"{rule}, and is of type {text}; give a function") from error
         signature = _signature(function)
         try:
-            signature.bind(*given, **named)
+            signature.bind(*args, **kwargs)
         except TypeError as why:
             raise InputError(
                 f"{rule}, and its arguments are {signature}: {why}; make them agree"

@@ -117,8 +117,8 @@ class EarlyLayers:
             cut = _reshaped(leaf, shape, self._spec(self.layout, axes, len(shape)))
             return jnp.swapaxes(cut, 0, 1)
 
-        given = jax.tree.map(of_stages, (x, side))
-        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, given)
+        rows = jax.tree.map(of_stages, (x, side))
+        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, rows)
         y = jnp.swapaxes(y, 0, 1)
         spec = self._spec(self.layout, ("microbatch", "batch"), x.ndim)
         return _reshaped(y, x.shape, spec), []

@@ -43,7 +43,7 @@ def hoist(
         def look(_: list[Array], *arguments: PyTree) -> PyTree:
             # A new function object for every trace: JAX caches a trace by its function, together
             # with the tracers that it closed over, which are not valid in another trace.
-            trace = jax.make_jaxpr(lambda *given: functions[index](*given), return_shape=True)
+            trace = jax.make_jaxpr(lambda *args: functions[index](*args), return_shape=True)
             jaxpr, gives = trace(*arguments)
             program = _Program(jaxpr, jax.tree.structure(gives))
             seen[index].append(program)
@@ -61,7 +61,7 @@ def hoist(
 
 
 def _with_captured(function: Function, program: _Program) -> Function:
-    return lambda captured, *given: program(captured, given) if captured else function(*given)
+    return lambda captured, *args: program(captured, args) if captured else function(*args)
 
 
 def _on_mesh(leaf: Array) -> Array:

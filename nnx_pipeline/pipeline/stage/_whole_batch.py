@@ -9,7 +9,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.metrics import given_out
+from nnx_pipeline.pipeline.metrics import guarded_values
 from nnx_pipeline.pipeline.stage import layers as stages
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
@@ -48,7 +48,7 @@ def run_whole_batch(
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
     x, results = stage.sequence(apply, in_order(whole, stack), x)
     metrics, written = stages.of_all_kinds(results, stack, copies=1 if copies else None, calls=1)
-    total = given_out(metrics, x)
+    total = guarded_values(metrics, x)
     if stored is None or state is None:
         return x, total
     left = [

@@ -75,7 +75,7 @@ class LayerStates(NamedTuple):
         """A tree like the state of one visit, with other arrays."""
         return _map(lambda leaf: leaf.value if _is_own(leaf) else leaf, self.now)
 
-    def given_out(self, microbatches: int) -> PyTree:
+    def as_stored(self, microbatches: int) -> PyTree:
         """The state after the loop, as `hold_state` was given it."""
 
         def by_repeat(x: Array) -> Array:

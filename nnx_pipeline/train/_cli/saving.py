@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nnx_pipeline.train.step import TrainState
 
-KEPT = "saved steps are kept; the same command with --resume goes on after the newest"
+RESUME_NOTE = "saved steps are kept; the same command with --resume goes on after the newest"
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Folder:
         process can train in the folder.
         """
         if self.name is None:
-            for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
-                if given:
+            for flag, value in (("--resume", self.resume), ("--save-every", self.every)):
+                if value:
                     raise InputError(f"{flag} needs a folder; give it with --checkpoint-dir DIR")
             yield None
             return
@@ -118,7 +118,7 @@ class Saver:
         """The state after which training goes on; None at the beginning."""
         if self.saved is None:
             return None
-        ending.add_note(KEPT)
+        ending.add_note(RESUME_NOTE)
         try:
             return self.offered.load_newest(self.saved, config, mesh)
         except InputError as error:
@@ -139,7 +139,7 @@ class Saver:
         except InputError as error:
             raise Failed(str(error)) from error
         self.newest = int(state.step)
-        ending.add_note(KEPT)
+        ending.add_note(RESUME_NOTE)
 
 
 def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:

@@ -41,8 +41,8 @@ from nnx_pipeline.pipeline.visit import Reads
 Totals = tuple[PyTree, list[list[Array]]]  # gradients of a rank's stages, and what they close over
 
 
-class Given(NamedTuple):
-    """What the visits of a rank read."""
+class Rank(NamedTuple):
+    """A rank, by what its visits read."""
 
     stages: PyTree  # the weights of its stages, [chunks, …]
     captured: list[list[Array]]  # what the stage functions close over
@@ -79,17 +79,17 @@ class Branches:
     visits: int
     differentiate: bool
 
-    def step(self, given: Given, state: RankState, row: TimetableRows) -> tuple[RankState, PyTree]:
+    def step(self, rank: Rank, state: RankState, row: TimetableRows) -> tuple[RankState, PyTree]:
         """The state after an action, and what the action gives: activations or a cotangent."""
         kinds = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward}
-        choices: list[Function] = [functools.partial(self._idle, given)]
+        choices: list[Function] = [functools.partial(self._idle, rank)]
         for branch in self.plan.branches:
-            choices.append(functools.partial(kinds[branch.kind], branch, given))
+            choices.append(functools.partial(kinds[branch.kind], branch, rank))
         result: tuple[RankState, PyTree] = jax.lax.switch(row.branch, choices, state, row)
         return result
 
     def start(
-        self, given: Given, x: PyTree, outer: EndTotals | None, dtype: DTypeLike | None, fill: float
+        self, rank: Rank, x: PyTree, outer: EndTotals | None, dtype: DTypeLike | None, fill: float
     ) -> RankState:
         """The state before the first tick.
 
@@ -100,7 +100,7 @@ class Branches:
 
         Raises InputError where stage functions report metrics that are not alike.
         """
-        visits = [self._types(at, given, x) for at in range(len(self.functions))]
+        visits = [self._types(at, rank, x) for at in range(len(self.functions))]
         for metrics, _ in visits[1:]:
             if not alike(visits[0][0], metrics):
                 raise InputError(
@@ -112,7 +112,7 @@ class Branches:
             value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
             return jnp.full((slots, *like.shape), value, like.dtype)
 
-        own = given.stages, given.captured
+        own = rank.stages, rank.captured
         return RankState(
             messages=jax.tree.map(lambda leaf: buffer(leaf, self.plan.messages + 1), x),
             rings=[
@@ -125,7 +125,7 @@ class Branches:
         )
 
     def visit(
-        self, function: int, given: Given, row: TimetableRows, x: PyTree
+        self, function: int, rank: Rank, row: TimetableRows, x: PyTree
     ) -> tuple[tuple[PyTree, PyTree], PyTree]:
         """(activations, metrics) of a forward visit, and what its derivative keeps.
 
@@ -136,7 +136,7 @@ class Branches:
             y, metrics = self.functions[function](reads.captured, reads.weights, x, reads.side)
             return y, only_counted(self.metric_weights, metrics)
 
-        reads = self._reads(function, given, row)
+        reads = self._reads(function, rank, row)
         moving: PyTree = x, []
         if self.differentiate:
             ((y, _), metrics), residuals = forward_keeping(apply, reads, moving)
@@ -144,28 +144,26 @@ class Branches:
         (y, _), metrics = apply(reads, moving)
         return (y, metrics), []
 
-    def _types(self, function: int, given: Given, x: PyTree) -> tuple[PyTree, PyTree]:
-        reads = given._replace(entering=None, outer=None)
+    def _types(self, function: int, rank: Rank, x: PyTree) -> tuple[PyTree, PyTree]:
+        reads = rank._replace(entering=None, outer=None)
         visit = functools.partial(self.visit, function, row=first_row())
         (_, metrics), residuals = jax.eval_shape(lambda reads, x: visit(reads, x=x), reads, x)
         return metrics, residuals
 
-    def _idle(self, given: Given, state: RankState, row: TimetableRows) -> tuple[RankState, PyTree]:
-        del given, row
-        return state, _nothing_given(state)
+    def _idle(self, rank: Rank, state: RankState, row: TimetableRows) -> tuple[RankState, PyTree]:
+        del rank, row
+        return state, _no_message(state)
 
     def _forward(
-        self, branch: Branch, given: Given, state: RankState, row: TimetableRows
+        self, branch: Branch, rank: Rank, state: RankState, row: TimetableRows
     ) -> tuple[RankState, PyTree]:
         """A forward visit; a last rank that has the end gives the cotangent of its output."""
         x = row_at(state.messages, row.take)
-        if given.outer is None:
-            x = jax.tree.map(
-                lambda new, old: jnp.where(row.enters > 0, new, old), given.entering, x
-            )
+        if rank.outer is None:
+            x = jax.tree.map(lambda new, old: jnp.where(row.enters > 0, new, old), rank.entering, x)
         elif branch.enters:
-            x = given.outer.enter(row.microbatch)
-        (y, metrics), residuals = self.visit(branch.function, given, row, x)
+            x = rank.outer.enter(row.microbatch)
+        (y, metrics), residuals = self.visit(branch.function, rank, row, x)
         rings = list(state.rings)
         if self.differentiate:
             rings[branch.function] = [
@@ -176,23 +174,23 @@ class Branches:
             ]
         totals = jax.tree.map(_together, state.metrics, metrics, is_leaf=is_metric)
         state = state._replace(rings=rings, metrics=totals)
-        if given.outer is None or state.outer is None or not branch.leaves:
+        if rank.outer is None or state.outer is None or not branch.leaves:
             return state, y
-        outer = given.outer.leave(state.outer, row.microbatch, y)
+        outer = rank.outer.leave(state.outer, row.microbatch, y)
         return state._replace(outer=outer), outer.d_output if self.differentiate else y
 
     def _backward(
-        self, branch: Branch, given: Given, state: RankState, row: TimetableRows
+        self, branch: Branch, rank: Rank, state: RankState, row: TimetableRows
     ) -> tuple[RankState, PyTree]:
         """A backward visit, or the part of it that gives one of the two gradients."""
         assert state.totals is not None, "backward visits are there for gradients"
-        _, residuals = self._types(branch.function, given, row_at(state.messages, row.take))
+        _, residuals = self._types(branch.function, rank, row_at(state.messages, row.take))
         stored = [row_at(ring, row.keep) for ring in state.rings[branch.function]]
         residuals = jax.tree.unflatten(jax.tree.structure(residuals), stored)
         d_out: PyTree = (row_at(state.messages, row.take), []), self._of_metrics(state.metrics)
-        again = self._reads(branch.function, given, row)
+        again = self._reads(branch.function, rank, row)
         (d_stage, _, d_hoisted), (d_x, _) = backward_from(residuals, again, d_out)
-        message = _nothing_given(state)
+        message = _no_message(state)
         if branch.kind in "BW":
             stages, captured = state.totals
             captured = list(captured)
@@ -200,13 +198,13 @@ class Branches:
             state = state._replace(totals=(_add_at(stages, row.chunk, d_stage), captured))
         if branch.kind in "BI":
             message = d_x
-            if branch.enters and given.outer is not None and state.outer is not None:
-                state = state._replace(outer=given.outer.back(state.outer, row.microbatch, d_x))
+            if branch.enters and rank.outer is not None and state.outer is not None:
+                state = state._replace(outer=rank.outer.back(state.outer, row.microbatch, d_x))
         return state, message
 
-    def _reads(self, function: int, given: Given, row: TimetableRows) -> Reads:
-        weights, side = row_at(given.stages, row.chunk), row_at(given.side, row.microbatch)
-        return Reads(weights, side, given.captured[function])
+    def _reads(self, function: int, rank: Rank, row: TimetableRows) -> Reads:
+        weights, side = row_at(rank.stages, row.chunk), row_at(rank.side, row.microbatch)
+        return Reads(weights, side, rank.captured[function])
 
     def _of_metrics(self, metrics: PyTree) -> PyTree:
         def one(weight: float | Array, metric: Metric) -> Metric:
@@ -232,7 +230,7 @@ def _add_at(totals: PyTree, chunk: ArrayLike, gradients: PyTree) -> PyTree:
     return jax.tree.map(one, totals, gradients)
 
 
-def _nothing_given(state: RankState) -> PyTree:
+def _no_message(state: RankState) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), state.messages)
 
 

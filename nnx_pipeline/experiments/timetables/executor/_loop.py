@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.experiments.timetables.executor._branches import (
     Branches,
-    Given,
+    Rank,
     RankState,
     first_row,
 )
@@ -142,9 +142,9 @@ class _Ticks:
         """The state of all ranks, `[stages, …]`, and the totals of ends that all devices run."""
         dtype, fill = self.loop.grad_dtype, self.loop.bubble_fill
 
-        def local(given: Given, x: PyTree) -> RankState:
-            own = None if given.outer is None else given.outer.start(dtype)
-            state = self._branches.start(_own(given), x, own, dtype, fill)
+        def local(rank: Rank, x: PyTree) -> RankState:
+            own = None if rank.outer is None else rank.outer.start(dtype)
+            state = self._branches.start(_own(rank), x, own, dtype, fill)
             with_axis: RankState = _with_axis(state)
             return with_axis
 
@@ -162,13 +162,13 @@ class _Ticks:
             entering, d_output = self._entering(outer_ticks.entry), shared.d_output
 
         def local(
-            given: Given, entering: PyTree, d_output: PyTree, state: RankState, rows: TimetableRows
+            rank: Rank, entering: PyTree, d_output: PyTree, state: RankState, rows: TimetableRows
         ) -> tuple[RankState, PyTree]:
             state, row = jax.tree.map(lambda leaf: leaf[0], (state, rows))
             if d_output is not None:  # of the loss of the tick before
                 state = state._replace(messages=_put(state.messages, row.loss, d_output))
-            given = _own(given)._replace(entering=entering)
-            state, message = self._branches.step(given, state, row)
+            rank = _own(rank)._replace(entering=entering)
+            state, message = self._branches.step(rank, state, row)
             state = state._replace(messages=self._arrive(state.messages, message, row))
             return _with_axis(state), _with_axis(message)
 
@@ -205,11 +205,11 @@ class _Ticks:
         outer = self._outer if self.loop.ends_on == "all" else None
         number = jnp.int32(0)
 
-        def local(given: Given, x: PyTree) -> Array:
-            given, own = _own(given), given.outer
+        def local(rank: Rank, x: PyTree) -> Array:
+            rank, own = _own(rank), rank.outer
             y = x if own is None else own.enter(number)
             for function in range(len(self.loop.functions.stages)):
-                (y, _), _ = self._branches.visit(function, given, first_row(), y)
+                (y, _), _ = self._branches.visit(function, rank, first_row(), y)
             return y if own is None else own.leave(own.start(None), number, y).loss
 
         x = None if outer is None else outer.enter(number)
@@ -253,23 +253,23 @@ class _Ticks:
         return passed
 
     def _on_ranks(
-        self, function: Function, given: tuple[PyTree, ...], specs: tuple[P, ...], out_specs: P
+        self, function: Function, args: tuple[PyTree, ...], specs: tuple[P, ...], out_specs: P
     ) -> PyTree:
-        """Calls a function on each rank: with what the rank's visits read, and with `given`."""
+        """Calls a function on each rank: with what the rank's visits read, and with `args`."""
         weights, inputs, whole = self.weights, self.inputs, P()
         own = self._outer_reads if self.loop.ends_on == "own" else None
 
-        def local(reads: tuple[PyTree, ...], *given: PyTree) -> PyTree:
+        def local(reads: tuple[PyTree, ...], *args: PyTree) -> PyTree:
             stages, captured, side, outer = reads
             outer = None if outer is None else self._make_outer(*outer)
-            return function(Given(stages, captured, side, None, outer), *given)
+            return function(Rank(stages, captured, side, None, outer), *args)
 
         reads = weights.stages, weights.captured, inputs.side, own
         return on_ranks(
             local,
             in_specs=((P(None, stage_axis()), whole, whole, whole), *specs),
             out_specs=out_specs,
-        )(reads, *given)
+        )(reads, *args)
 
     def _arrive(self, messages: PyTree, message: PyTree, row: TimetableRows) -> PyTree:
         ranks = len(self.plan.stages)
@@ -319,8 +319,8 @@ def on_ranks(function: Function, *, in_specs: PyTree, out_specs: P) -> Function:
     return jax.jit(mapped)  # without jit JAX runs no shard_map over some of the axes
 
 
-def _own(given: Given) -> Given:
-    return given._replace(stages=jax.tree.map(lambda leaf: leaf[:, 0], given.stages))
+def _own(rank: Rank) -> Rank:
+    return rank._replace(stages=jax.tree.map(lambda leaf: leaf[:, 0], rank.stages))
 
 
 def _with_axis(tree: PyTree) -> PyTree:

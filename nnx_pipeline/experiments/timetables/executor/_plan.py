@@ -153,10 +153,10 @@ class _Planning:
     def plan(self) -> TimetablePlan:
         actions, branches = self.actions, self._branches()
         kind, stage = actions.kind.T, actions.stage.T
-        place = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
+        numbers = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
         branch_of = np.zeros((len(LETTERS), actions.stages), np.int32)
         for own, branch in branches.items():
-            branch_of[own] = place[branch]
+            branch_of[own] = numbers[branch]
         chunk_of = np.zeros(actions.stages, np.int32)
         for stages in self.stages:
             chunk_of[[*stages]] = range(len(stages))
@@ -171,7 +171,7 @@ class _Planning:
         forward = self.when[FORWARD]
         outer_ticks = OuterTicks(*map(self._end_ticks, (forward[0], forward[-1], self.back[0])))
         edges = int(self.rank_of[0]), int(self.rank_of[-1])
-        return TimetablePlan(rows, outer_ticks, edges, tuple(place), messages, rings, self.stages)
+        return TimetablePlan(rows, outer_ticks, edges, tuple(numbers), messages, rings, self.stages)
 
     def _branches(self) -> dict[tuple[int, int], Branch]:
         first = np.where(self.when < 0, self.actions.steps, self.when).min(axis=-1)
