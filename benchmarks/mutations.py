@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "one = self.remat.checkpoint(one, in_scan=in_scan)",
+        "call = self.remat.checkpoint(call, in_scan=in_scan)",
         "pass",
         "test_remat",
     ),
@@ -420,8 +420,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/sharding/layout.py",
-        "return tuple(axis for axis in own if sizes.get(axis, 1) > 1)",
-        "return tuple(axis for axis in own[:1] if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in mesh_axes if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in mesh_axes[:1] if sizes.get(axis, 1) > 1)",
         "test_model test_loss",
     ),
     Mutation(
@@ -708,7 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/layers.py",
-        "        checks.check_same(one, other)\n",
+        "        checks.check_same(layer, other)\n",
         "",
         "test_wrong_uses",
     ),
@@ -744,8 +744,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/_grouped/order.py",
-        "jnp.where((places < order.used)[:, None], own, 0)",
-        "own",
+        "jnp.where((places < order.used)[:, None], picked, 0)",
+        "picked",
         "test_grouped_experts",
     ),
     Mutation(

@@ -110,7 +110,7 @@ def to_nnx(
 class _Sown:
     """Notes where modules sow."""
 
-    _one_at_a_time = threading.RLock()
+    _lock = threading.RLock()
 
     def __init__(self) -> None:
         self._paths: set[Path] = set()
@@ -127,7 +127,7 @@ class _Sown:
         parent may sow for a child before it calls it.
         """
         thread = threading.get_ident()
-        with self._one_at_a_time:
+        with self._lock:
             plain = nn.Module.sow
 
             def sow(module: nn.Module, col: str, name: str, *args: Any, **options: Any) -> bool:

@@ -84,7 +84,7 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
     try:
         if is_huggingface(checkpoint):
             comparison = huggingface.compare_folder(checkpoint, config.model)
-            layers = huggingface.own_config(checkpoint).model.num_layers
+            layers = huggingface.folder_config(checkpoint).model.num_layers
             return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
         contents = inspect(checkpoint)
         layout, judged = contents.layout, _judged(contents)

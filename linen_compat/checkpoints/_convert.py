@@ -181,10 +181,10 @@ def open_checkpoint(source: From) -> Opened:
 
 
 def _target_layout(opened: Opened, target: To) -> TreeLayout:
-    source, own, stacked = opened.source, opened.layout, {PIPELINED, NNX}
+    source, layout, stacked = opened.source, opened.layout, {PIPELINED, NNX}
     stages, repeats = target.stages, target.repeats
-    if (stages, repeats) == (None, None) and own and {own.format, target.format} <= stacked:
-        stages, repeats = own.stages, own.repeats
+    if (stages, repeats) == (None, None) and layout and {layout.format, target.format} <= stacked:
+        stages, repeats = layout.stages, layout.repeats
     if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
     return TreeLayout(

@@ -45,7 +45,7 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
     check_free(destination)
     final = _resolved(destination)
     if room is not None:
-        _check_room(room, destination, next(one for one in final.parents if one.exists()))
+        _check_room(room, destination, next(folder for folder in final.parents if folder.exists()))
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
     _clear(final.parent, f"{glob.escape(_short(final))}.*{INCOMPLETE}")

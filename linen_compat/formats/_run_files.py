@@ -42,12 +42,12 @@ def _has_begun(folder: Path) -> bool:
     """Whether a folder holds nothing but files from before the first step."""
     left = (path for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
     return all(
-        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _is_own(path))
+        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _has_sum(path))
         for path in left
     )
 
 
-def _is_own(file: Path) -> bool:
+def _has_sum(file: Path) -> bool:
     """Whether a file is empty or begins with a checksum: no user wrote it."""
     if not file.is_file():
         return False

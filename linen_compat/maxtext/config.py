@@ -109,7 +109,7 @@ def config_from_yaml(name: str) -> Config:
         )
     raw = _read_yaml(name)
     if "model" in raw and set(raw) <= set(SECTIONS):
-        return _own_config(name, raw)
+        return _from_sections(name, raw)
     return config_from_maxtext(raw)
 
 
@@ -125,7 +125,7 @@ def _read_yaml(path: str | Path) -> Fields:
     return raw
 
 
-def _own_config(name: str, raw: Values) -> Config:
+def _from_sections(name: str, raw: Values) -> Config:
     known = known_keys()
     for section, fields in raw.items():
         if not isinstance(fields, Mapping):
@@ -197,12 +197,12 @@ def _sizes_of(model_name: str) -> Fields:
     if model_name not in PRESETS_OF_MAXTEXT:
         return {}
     model = PRESETS[PRESETS_OF_MAXTEXT[model_name]].model
-    own = {key: getattr(model, field) for key, field in _SIZES.items()}
+    sizes = {key: getattr(model, field) for key, field in _SIZES.items()}
     if model.num_experts > 1:
-        own["base_moe_mlp_dim"] = model.mlp_dim
+        sizes["base_moe_mlp_dim"] = model.mlp_dim
     if model_name in deepseek.NAMED:
-        del own["head_dim"]  # MaxText adds two other keys up instead
-    return {**own, **keys_of_preset(model_name, model)}
+        del sizes["head_dim"]  # MaxText adds two other keys up instead
+    return {**sizes, **keys_of_preset(model_name, model)}
 
 
 def _model(values: Values) -> ModelConfig:

@@ -79,8 +79,8 @@ class StageTree:
         def named(leaf: PyTree) -> PyTree:
             # With one repeat, MaxText's arrays have no axis of repeats.
             value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
-            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
-            names = (*leading, *own)
+            inner = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
+            names = (*leading, *inner)
             value = place(value, self.layout.spec(*axes_of(names)))
             return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
 
@@ -94,11 +94,11 @@ class StageTree:
 
         Where a stage has several layers, stacking copies them.
         """
-        one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
+        like = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
         leading = (stages,) if repeats == 1 else (repeats, stages)
         prefixes = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
-        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
+        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in like.items()}
         want = {prefix + path: shape for prefix in prefixes for path, shape in shapes.items()}
         params = unboxed_leaves(tree)
         cure = (
@@ -113,7 +113,7 @@ class StageTree:
             leaves = [leaf[None] if repeats == 1 else leaf for leaf in leaves]
             return jnp.stack(leaves, axis=2)
 
-        return stacked_layers(module, one, (None, "stage", None), stack, self.layout)
+        return stacked_layers(module, like, (None, "stage", None), stack, self.layout)
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class EarlyTree:
 
     def stacked(self, trees: list[Boxed]) -> LinenStack:
         """The layers as one callable module with parameters `[layers, …]`."""
-        one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
+        like = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
         number, want = self.model.num_dense_layers, {}
-        for path, leaf in one.items():
+        for path, leaf in like.items():
             first, *rest = unboxed(leaf).shape
             want[path] = (first, *rest) if self.unscanned else (first, number, *rest)
         layers = [unboxed_leaves(tree) for tree in trees]
@@ -154,7 +154,7 @@ class EarlyTree:
             leaves = [layer[path] for layer in layers]
             return jnp.stack(leaves) if self.unscanned else jnp.moveaxis(leaves[0], 1, 0)
 
-        return stacked_layers(self._layer, one, (None,), stack, self.layout)
+        return stacked_layers(self._layer, like, (None,), stack, self.layout)
 
     @property
     def _layer(self) -> nn.Module:
@@ -227,16 +227,16 @@ def check_stacked_shapes(
 
 
 def stacked_layers(
-    module: nn.Module, one: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
+    module: nn.Module, like: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
 ) -> LinenStack:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
-    `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
+    `like` has those of one layer by their paths, `leading` are the logical axes before its own, and
     `stack` gives the stacked array of a path.
     """
-    paths, weights = sorted(one, key=nnx_order), []
+    paths, weights = sorted(like, key=nnx_order), []
     for path in paths:
-        axes = (*leading, *axes_of_box(one[path]))
+        axes = (*leading, *axes_of_box(like[path]))
         value = sharded_by(stack(path), layout.spec(*axes))
         weights.append(nnx.Param(value, logical_axes=axes))
     return LinenStack(module, paths, weights)

@@ -123,8 +123,8 @@ class CircularPipeline(Configured):
             cut, shared = split_shared(side)
             example = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), cut) | shared
             first = {"place": LayerPlace.of(jnp.int32(0), runner.stack)}
-            own = first if takes_place(module) else {}
-            return parameters_of(module, key, zeros(row, dtype), {**example, **own})
+            extra = first if takes_place(module) else {}
+            return parameters_of(module, key, zeros(row, dtype), {**example, **extra})
 
         tree = StageTree(runner.stack.shape, self.layout)
         make = functools.partial(tree.make, make_layer=make_layer)

@@ -73,10 +73,10 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> ApplyStage:
         def one_stage(
             state: PyTree, numbers: tuple[Array, ...], x: PyTree, side: PyTree
         ) -> tuple[tuple[PyTree, ...], PyTree]:
-            own = nnx.merge(graph, state)
-            pairs = type(params)(zip(own, numbers, strict=True))
+            merged = nnx.merge(graph, state)
+            pairs = type(params)(zip(merged, numbers, strict=True))
             results = apply_stage(pairs, x, side)
-            return results, nnx.split(own)[1]
+            return results, nnx.split(merged)[1]
 
         results: tuple[PyTree, ...]
         results, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)

@@ -85,7 +85,7 @@ def prepare(
         model, length = program.config.model, program.config.train.sequence_length
         taken = {"attention": chosen(model.attention, length, model.dtype)}
     # The floor describes a config, and an arm with functions of its own is another program.
-    is_own = program == Program(program.config)
+    is_plain = program == Program(program.config)
 
     def measured() -> Measurement:
         compiled = lowered.measure()
@@ -97,7 +97,7 @@ def prepare(
             compiled,
             trace_host_bytes=host_bytes,
             time=time,
-            floor=floor(program.config, sizes, platform) if is_own else None,
+            floor=floor(program.config, sizes, platform) if is_plain else None,
             choices=taken,
         )
 

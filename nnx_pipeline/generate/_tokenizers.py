@@ -51,17 +51,17 @@ class FromFile:
     def __init__(self, path: Path) -> None:
         tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
         try:
-            self._own: Any = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
-        self.vocab_size = self._own.get_vocab_size()
+        self.vocab_size = self._tokenizer.get_vocab_size()
         self.end_tokens = _end_tokens(path.parent)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._own.encode(text).ids)
+        return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._own.decode(tokens))
+        return str(self._tokenizer.decode(tokens))
 
 
 def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
@@ -114,7 +114,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         if said is None:
             continue
         ids = said if isinstance(said, list) else [said]
-        if any(type(one) is not int for one in ids):
+        if any(type(token) is not int for token in ids):
             raise InputError(
                 f"{path} has the eos_token_id {said!r}, and not a token id or a list of them; "
                 "correct the file"

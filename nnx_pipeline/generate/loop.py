@@ -114,7 +114,7 @@ def generate(
         for sequence in going:
             generated[sequence].append(tokens[sequence])
         progress()
-        going = [one for one in going if generated[one][-1] not in request.end_tokens]
+        going = [row for row in going if generated[row][-1] not in request.end_tokens]
         if not going:
             break
     return generated
@@ -263,7 +263,7 @@ def _empty_cache(
     **sizes: int,
 ) -> KeyValueCache:
     """The empty caches of stacked layers, whose stacked axes have these sizes and logical axes."""
-    one = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
+    cache = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
 
     def stacked(variable: Variable) -> Variable:
         inner = variable.get_value()
@@ -273,7 +273,7 @@ def _empty_cache(
         zeros = jnp.zeros(shape, inner.dtype, out_sharding=layouts.out_sharding(spec))
         return nnx.Cache(place(zeros, spec) if layouts.mesh_sizes() else zeros, logical_axes=axes)
 
-    empty: KeyValueCache = jax.tree.map(stacked, one, is_leaf=layouts.is_variable)
+    empty: KeyValueCache = jax.tree.map(stacked, cache, is_leaf=layouts.is_variable)
     return empty
 
 

@@ -79,8 +79,8 @@ def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array
     # several would be equally likely.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     candidates = restricted(logits / sampling.temperature, sampling)
-    own = jax.vmap(jax.random.fold_in)(keys, positions)
-    return jax.vmap(jax.random.categorical)(own, candidates).astype(jnp.int32)
+    folded = jax.vmap(jax.random.fold_in)(keys, positions)
+    return jax.vmap(jax.random.categorical)(folded, candidates).astype(jnp.int32)
 
 
 def restricted(logits: Array, sampling: Sampling) -> Array:

@@ -98,9 +98,9 @@ def _look_up(
     whole = tuple(axis for axis in embed if axis not in spread)
 
     def local(table: Array, tokens: Array) -> Array:
-        own = tokens.reshape(-1)
+        flat = tokens.reshape(-1)
         shared = (*scattered, *turned)
-        ids = jax.lax.all_gather(own, shared, tiled=True) if shared else own
+        ids = jax.lax.all_gather(flat, shared, tiled=True) if shared else flat
         # The row of each id within this device's part of the vocabulary, which may not hold it.
         row = ids - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
         here = (row >= 0) & (row < table.shape[0])

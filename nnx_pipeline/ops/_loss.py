@@ -344,13 +344,13 @@ def _columns(logits: Array, plan: _Plan) -> Array:
 def _cut(plan: _Plan, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
     """`[*batch, seq, …]` to `[chunks, tokens, …]`; each chunk has a piece of every sequence."""
 
-    def one(x: Array, trailing: int) -> Array:
+    def pieces(x: Array, trailing: int) -> Array:
         length = x.shape[x.ndim - 1 - trailing]
         tail = x.shape[x.ndim - trailing :]
         x = x.reshape(-1, plan.chunks, length // plan.chunks, *tail)
         return jnp.swapaxes(x, 0, 1).reshape(plan.chunks, -1, *tail)
 
-    return one(hidden, 1), one(targets, 0), one(weights, 0)
+    return pieces(hidden, 1), pieces(targets, 0), pieces(weights, 0)
 
 
 def _join(pieces: Array, shape: tuple[int, ...]) -> Array:

@@ -101,8 +101,8 @@ def one_by_one(function: Callable[..., OfDevice]) -> Callable[..., OfDevice]:
     @call.def_vmap
     def _rule(size: int, batched: list[bool], *args: Array) -> tuple[OfDevice, PyTree]:
         def at(entries: tuple[Array, ...]) -> OfDevice:
-            own = iter(entries)
-            rest = [next(own) if yes else arg for arg, yes in zip(args, batched, strict=True)]
+            values = iter(entries)
+            rest = [next(values) if yes else arg for arg, yes in zip(args, batched, strict=True)]
             results: OfDevice = call(*rest)
             return results
 
@@ -184,9 +184,9 @@ def _floats_of(args: Sequence[Array]) -> tuple[tuple[Array, ...], Callable[..., 
     keep = object()
 
     def put(floats: Sequence[Any], others: Any = keep) -> tuple[Any, ...]:
-        own = iter(floats)
+        values = iter(floats)
         return tuple(
-            next(own) if _is_float(arg) else arg if others is keep else others for arg in args
+            next(values) if _is_float(arg) else arg if others is keep else others for arg in args
         )
 
     return tuple(arg for arg in args if _is_float(arg)), put

@@ -140,14 +140,14 @@ def _show_plan(
     from nnx_pipeline.pipeline._timetable.figure import make_both, write_picture
 
     views: list[Any] = [text.summary(plan), text.Timetable(plan), text.legend(plan)]
-    own = {}
+    layers = {}
     if numbers.layers is not None:
         stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
         views += [text.summary_of_layers(stack, plan), text.layers_table(stack)]
-        own = {"layers": text.layers_to_json(stack, plan)}
+        layers = {"layers": text.layers_to_json(stack, plan)}
     for view in views:
         show(view, json_path=json_path)
-    emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
+    emit_json(json_path, {"schema": 1, **plan.to_json(), **layers})
     if files.picture:
         write_picture(plan, files.picture)
     if files.both:

@@ -49,7 +49,7 @@ def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
 def by_names(tree: PyTree, layout: Layout) -> PyTree:
     """The module with every variable moved to the placement of its logical axes."""
 
-    def one(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
+    def moved(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         axes = variable.get_metadata().get("logical_axes")
         if axes is None:
             raise InputError(
@@ -62,7 +62,7 @@ def by_names(tree: PyTree, layout: Layout) -> PyTree:
         new = _moved(old, "a parameter", lambda _: [*spec])
         return variable if new is old else variable.replace(new)
 
-    return jax.tree.map(one, tree, is_leaf=is_variable)
+    return jax.tree.map(moved, tree, is_leaf=is_variable)
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Batches:
         elif self.layout.axes("copy"):
             # Each copy gets its part of every microbatch, as when these go through one by one.
             copies = self.layout.size("copy")
-            own = (copies, x.shape[0] // copies, *x.shape[1:])
-            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(own)
+            shape = (copies, x.shape[0] // copies, *x.shape[1:])
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(shape)
         return place(x, self.layout.spec(*self.axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
@@ -140,8 +140,8 @@ class Batches:
             x = x.reshape(batch, *x.shape[len(self.axes) :])
         elif self.layout.axes("copy"):
             x = place(x, self.layout.spec(*[None] * x.ndim))
-            own = x.shape[1] // self.microbatches
-            x = x.reshape(self.layout.size("copy"), self.microbatches, own, *x.shape[2:])
+            size = x.shape[1] // self.microbatches
+            x = x.reshape(self.layout.size("copy"), self.microbatches, size, *x.shape[2:])
             x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
         return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
 
@@ -149,8 +149,8 @@ class Batches:
         """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
         x = place(as_arrays(x, "an input"), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
-        own = x.shape[0] // math.prod((self.microbatches, *copies))
-        return x.reshape(self.microbatches, *copies, own, *x.shape[1:])
+        size = x.shape[0] // math.prod((self.microbatches, *copies))
+        return x.reshape(self.microbatches, *copies, size, *x.shape[1:])
 
 
 def batch_of(x: PyTree) -> int:

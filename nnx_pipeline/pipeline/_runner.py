@@ -73,7 +73,7 @@ class Runner:
             side = jax.tree.map(self.batches.arrange, side)
             params, state = parted(layers)
             kinds = self._stacked_layers.kinds(params, self.layout)
-            copies_of = self._stacked_layers.copies_of_one
+            copies_of = self._stacked_layers.copies_of_layer
             return run_whole_batch(
                 kinds, x, side, state, stage=self._stage(shared), copies_of=copies_of
             )
@@ -133,12 +133,12 @@ class Runner:
             return x
         batch = self.layout.spec(*self.batches.axes[1:])
 
-        def one(leaf: Array) -> Array:
+        def placed(leaf: Array) -> Array:
             spec = jax.typeof(leaf).sharding.spec
             wanted = P(*batch, *spec[len(batch) :])
             return leaf if spec == wanted else place(leaf, wanted)
 
-        return jax.tree.map(one, x)
+        return jax.tree.map(placed, x)
 
     @property
     def batches(self) -> Batches:

@@ -39,14 +39,14 @@ class StackedLayers:
         )
         if not self.unrolled:
             return pairs
-        return [self._one_layer(pairs, at) for at in range(self.stack.per_stage)]
+        return [self._layer_at(pairs, at) for at in range(self.stack.per_stage)]
 
-    def _one_layer(self, pairs: tuple[PyTree, ...], at: int) -> PyTree:
+    def _layer_at(self, pairs: tuple[PyTree, ...], at: int) -> PyTree:
         at, kind = divmod(at, self.stack.kinds)
         axis = self._layer_axis
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
 
-    def copies_of_one(self, layer: PyTree) -> PyTree:
+    def copies_of_layer(self, layer: PyTree) -> PyTree:
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
     def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[PyTree]:

@@ -52,14 +52,14 @@ class FsdpGather:
         if not self.copies:
             return params
 
-        def one(leaf: Array, spec: P) -> Array:
+        def gathered(leaf: Array, spec: P) -> Array:
             if self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
                 leaf = leaf.astype(self.dtype)
             for axis, names in self._gathered_axes(spec):
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
             return jnp.expand_dims(leaf, 2)
 
-        return self._on_each_device(one, params, params, self.specs, self._copy_specs)
+        return self._on_each_device(gathered, params, params, self.specs, self._copy_specs)
 
     def zeros(self, params: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
         """Accumulators for what `of_visit` returns; None for an array of integers."""
@@ -67,14 +67,14 @@ class FsdpGather:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
 
-        def one(leaf: Array, stored: P, spec: P) -> Array | None:
+        def zeros_of(leaf: Array, stored: P, spec: P) -> Array | None:
             if not is_float(leaf):
                 return None
             copies = math.prod(mesh_sizes()[name] for name in self._summed_later(stored))
             shape = (*leaf.shape[:2], copies, *leaf.shape[2:])
             return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
 
-        return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
+        return jax.tree.unflatten(tree, map(zeros_of, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
         """The gradients of one visit, `[stages, copies, …]`, as the accumulators are sharded."""
@@ -83,7 +83,7 @@ class FsdpGather:
         if not self.copies:
             return gradients
 
-        def one(leaf: Array, spec: P) -> Array:
+        def scattered(leaf: Array, spec: P) -> Array:
             leaf = jnp.squeeze(leaf, 1)
             for axis, names in self._gathered_axes(spec):
                 leaf = self._scattered(leaf, axis - 1, names)
@@ -92,7 +92,7 @@ class FsdpGather:
         of_copies, of_totals = (
             tuple(P(*spec[1:]) for spec in specs) for specs in (self._copy_specs, self._total_specs)
         )
-        return self._on_each_device(one, gradients, params, of_copies, of_totals)
+        return self._on_each_device(scattered, gradients, params, of_copies, of_totals)
 
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
         """Sums accumulated gradients in their dtype, sharded as the weights are stored."""
@@ -101,7 +101,7 @@ class FsdpGather:
         if not self.copies:
             return gradients
 
-        def one(leaf: Array, spec: P) -> Array:
+        def scattered(leaf: Array, spec: P) -> Array:
             leaf = jnp.squeeze(leaf, 2)
             for axis, names in self._gathered_axes(spec) if self.prefetch else ():
                 leaf = self._scattered(leaf, axis, names)
@@ -109,7 +109,7 @@ class FsdpGather:
             return jax.lax.psum(leaf, rest) if rest else leaf
 
         now = self._copy_specs if self.prefetch else self._total_specs
-        return self._on_each_device(one, gradients, params, now, self.specs)
+        return self._on_each_device(scattered, gradients, params, now, self.specs)
 
     def _scattered(self, leaf: Array, axis: int, names: tuple[str, ...]) -> Array:
         for name in names:

@@ -125,10 +125,10 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> nnx.Module:
         return layer
 
     def check_two(key: Array) -> None:
-        one, other = make(key), make(key)
-        checks.check_no_sharing(one, other)
-        _check_axes(one, layout)
-        checks.check_same(one, other)
+        layer, other = make(key), make(key)
+        checks.check_no_sharing(layer, other)
+        _check_axes(layer, layout)
+        checks.check_same(layer, other)
 
     jax.eval_shape(check_two, portable_key(jax.random.key(0)))
 
@@ -173,36 +173,36 @@ def _stacked(variable: Variable, layout: Layout) -> Variable:
             f"a layer holds a variable of type {type(variable).__name__} with "
             f"{type(variable.get_value()).__name__} in it; in a pipeline each holds one array"
         )
-    own = _own_axes(variable, variable.get_value().ndim - 3)
-    placed = _placed(variable, (None, "stage", None, *own), layout)
-    if any(own) and variable.get_metadata().get("logical_axes") is None:
+    axes = _layer_axes(variable, variable.get_value().ndim - 3)
+    placed = _placed(variable, (None, "stage", None, *axes), layout)
+    if any(axes) and variable.get_metadata().get("logical_axes") is None:
         placed.set_metadata("gather_at_use", True)
     return placed
 
 
-def _own_axes(variable: Variable, number: int) -> tuple[AxisName, ...]:
+def _layer_axes(variable: Variable, number: int) -> tuple[AxisName, ...]:
     """The mesh axes of a variable with `number` axes in one layer; None for one that is whole."""
-    own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
-    if own is None:
+    axes: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
+    if axes is None:
         # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have
         # replaced names by mesh axes.
         said = tuple(nnx.get_partition_spec(variable).get_value() or ())
         return (*said, *[None] * (number - len(said)))
-    if len(own) != number:
+    if len(axes) != number:
         shape = jnp.shape(variable.get_value())
         raise InputError(
-            f"a variable of a layer has the logical axes {own}, and its shape is "
+            f"a variable of a layer has the logical axes {axes}, and its shape is "
             f"{list(shape[len(shape) - number :])}; name each axis, or None for one that is not "
             "sharded"
         )
-    return own
+    return axes
 
 
 def _check_axes(layer: nnx.Module, layout: Layout) -> None:
     variables = jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
     for path, variable in variables:
         shape = getattr(variable.get_value(), "shape", ())  # `_stacked` refuses what is no array
-        axes = _own_axes(variable, len(shape))
+        axes = _layer_axes(variable, len(shape))
         what = f"the variable {jax.tree_util.keystr(path)} of a layer, {[*shape]}, has the axes"
         used = [layout.axes("stage")]
         for size, entry in zip(shape, layout.spec(*axes), strict=False):
@@ -213,17 +213,17 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
         every = [name for names in used for name in names]
         twice = [name for name in every if every.count(name) > 1]
         if twice:
-            own = " (a pipeline shards its layers over stage, and holds no pipeline in a layer)"
+            hint = " (a pipeline shards its layers over stage, and holds no pipeline in a layer)"
             raise InputError(
                 f"{what} {axes}, which shard it twice over the mesh axis {twice[0]!r}"
-                f"{own if twice[0] == 'stage' else ''}; name each mesh axis once"
+                f"{hint if twice[0] == 'stage' else ''}; name each mesh axis once"
             )
 
 
 def _placed(variable: Variable, axes: tuple[AxisName, ...], layout: Layout) -> Variable:
     value = place(variable.get_value(), layout.spec(*axes))
     placed = type(variable)(value, logical_axes=axes)
-    for name, one in variable.get_metadata().items():
+    for name, entry in variable.get_metadata().items():
         if name not in placed.get_metadata() and name not in _FLAX_SHARDING:
-            placed.set_metadata(name, one)
+            placed.set_metadata(name, entry)
     return placed

@@ -97,7 +97,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
     """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
     # The rows of each `MicrobatchMean` are averaged per microbatch, `[microbatches, …]`.
-    def one(path: tuple[object, ...], metric: object) -> Declared:
+    def checked(path: tuple[object, ...], metric: object) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
             raise InputError(
@@ -112,7 +112,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
         value = _floating(name, metric.value)
         return Max(jax.lax.stop_gradient(value)) if isinstance(metric, Max) else type(metric)(value)
 
-    return jax.tree_util.tree_map_with_path(one, metrics, is_leaf=is_metric)
+    return jax.tree_util.tree_map_with_path(checked, metrics, is_leaf=is_metric)
 
 
 def of_visit(metrics: PyTree) -> PyTree:
@@ -161,7 +161,7 @@ def over_kinds(
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
     """Combines metrics `[ticks, stages, …]` of all visits; bubbles do not count."""
 
-    def one(metric: Metric) -> Metric:
+    def masked(metric: Metric) -> Metric:
         spec = P(None, stage_axis())
         if is_explicit():
             spec = P(*jax.typeof(metric.value).sharding.spec[:2])
@@ -169,16 +169,16 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
         return type(metric)(where(place(jnp.asarray(active), spec), metric.value, nothing))
 
     visits = int(active.sum())
-    return _map(lambda metric: _total(metric, (0, 1), visits), _map(one, metrics))
+    return _map(lambda metric: _total(metric, (0, 1), visits), _map(masked, metrics))
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
     """Combines the metrics `[stages, …]` of a tick with the totals; bubbles do not count."""
 
-    def one(total: Metric, metric: Metric) -> Metric:
+    def joined(total: Metric, metric: Metric) -> Metric:
         return _joined(total, _masked(type(metric)(over_stage(metric.value)), active))
 
-    return _map(one, totals, new)
+    return _map(joined, totals, new)
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
@@ -198,11 +198,11 @@ def values(metrics: PyTree) -> PyTree:
 def guarded_values(metrics: PyTree, besides: PyTree) -> PyTree:
     """The arrays of the metrics; asking for the gradient of a `Max` raises InputError."""
 
-    def one(metric: Metric) -> Array:
+    def guarded(metric: Metric) -> Array:
         value: Array = metric.value
         return no_gradient_of(_MAX_HAS_NONE, value, besides) if isinstance(metric, Max) else value
 
-    return _map(one, metrics)
+    return _map(guarded, metrics)
 
 
 _MAX_HAS_NONE = (
@@ -263,10 +263,10 @@ def _checked_weight(weight: float | Array, metric: Metric) -> float | Array:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    def one(metric: Declared) -> PyTree:
+    def folded(metric: Declared) -> PyTree:
         return jax.tree.map(partial(_REDUCTIONS.get(type(metric), jnp.mean), axis=axis), metric)
 
-    return _map(one, metrics)
+    return _map(folded, metrics)
 
 
 def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
@@ -279,9 +279,9 @@ def _masked(metric: Metric, counted: Array) -> Metric:
     return type(metric)(where(counted, metric.value, nothing))
 
 
-def _joined(one: Metric, other: Metric) -> Metric:
-    add = jnp.maximum if isinstance(one, Max) else jnp.add
-    return type(one)(add(one.value, other.value))
+def _joined(first: Metric, second: Metric) -> Metric:
+    add = jnp.maximum if isinstance(first, Max) else jnp.add
+    return type(first)(add(first.value, second.value))
 
 
 def _total(metric: Metric, axes: int | tuple[int, ...], number: float) -> Metric:

@@ -46,13 +46,13 @@ class Visit:
             done, residuals = forward_keeping(self.apply, reads, x)
             return done, residuals if keep else None
 
-        def one(own: tuple[PyTree, PyTree], x: Moving, _: None) -> tuple[PyTree, PyTree]:
-            all_reads = Reads(*own, reads.captured)
+        def run_stage(local: tuple[PyTree, PyTree], x: Moving, _: None) -> tuple[PyTree, PyTree]:
+            all_reads = Reads(*local, reads.captured)
             if keep:
                 return forward_keeping(self.apply, all_reads, x)
             return self.apply(all_reads, x), None
 
-        done, residuals = stages.map_stages(one)(reads[:2], x, None)
+        done, residuals = stages.map_stages(run_stage)(reads[:2], x, None)
         return done, residuals
 
     def back(
@@ -66,12 +66,12 @@ class Visit:
             d_reads, (d_x, _) = backward_from(residuals, reads, d_out)
             return d_reads, d_x
 
-        def one(
-            residuals: PyTree, own: tuple[PyTree, PyTree], d_out: PyTree
+        def back_stage(
+            residuals: PyTree, local: tuple[PyTree, PyTree], d_out: PyTree
         ) -> tuple[PyTree, PyTree]:
-            return backward_from(residuals, Reads(*own, reads.captured), d_out)
+            return backward_from(residuals, Reads(*local, reads.captured), d_out)
 
-        d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], d_out)
+        d_reads, (d_x, _) = stages.map_stages(back_stage)(residuals, reads[:2], d_out)
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:

@@ -143,8 +143,8 @@ class Layout:
                 f"axis {name!r} is neither a logical axis nor an axis of the mesh; "
                 f"{nearest(name, known)}"
             )
-        own = getattr(self, name) if name in _LOGICAL_AXES else (name,)
-        return tuple(axis for axis in own if sizes.get(axis, 1) > 1)
+        mesh_axes = getattr(self, name) if name in _LOGICAL_AXES else (name,)
+        return tuple(axis for axis in mesh_axes if sizes.get(axis, 1) > 1)
 
     def size(self, name: str) -> int:
         return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
@@ -160,7 +160,7 @@ class Layout:
         entries: list[str | MeshAxes | None] = []
         for name in names:
             several = name if isinstance(name, tuple) else (name,) if name else ()
-            axes = tuple(axis for one in several for axis in self.axes(one))
+            axes = tuple(axis for each in several for axis in self.axes(each))
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         return P(*entries)
 
@@ -373,11 +373,11 @@ def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
 def place_by(tree: _Module, layout: Layout) -> _Module:
     """The module with every variable moved to the placement of its logical axes in a layout."""
 
-    def one(variable: Variable) -> Variable:
+    def moved(variable: Variable) -> Variable:
         spec = layout.spec(*variable.get_metadata("logical_axes"))
         return variable.replace(place(variable.get_value(), spec))
 
-    placed: _Module = jax.tree.map(one, tree, is_leaf=is_variable)
+    placed: _Module = jax.tree.map(moved, tree, is_leaf=is_variable)
     return placed
 
 

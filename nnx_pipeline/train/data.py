@@ -145,9 +145,9 @@ class Rule:
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
         generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
         drawn = np.stack(
-            [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]
+            [rng.integers(self.vocab_size, size=length, dtype=np.int32) for rng in generators]
         )
-        ruled = np.stack([one.random(length) < FOLLOWS_RULE for one in generators])
+        ruled = np.stack([rng.random(length) < FOLLOWS_RULE for rng in generators])
         # From left to right, because the token before may itself have been set by the rule.
         for column in range(1, length):
             follows = self.follower[drawn[:, column - 1]]

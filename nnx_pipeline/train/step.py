@@ -128,12 +128,12 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 def _without_selection_bias(updates: Mixtral) -> Mixtral:
     """The updates with 0 for what is not trained, which weight decay would change."""
 
-    def one(leaf: Array | Variable) -> Array | Variable:
+    def frozen(leaf: Array | Variable) -> Array | Variable:
         if not isinstance(leaf, SelectionBias):
             return leaf
         return leaf.replace(jnp.zeros_like(leaf.get_value()))
 
-    without: Mixtral = jax.tree.map(one, updates, is_leaf=is_variable)
+    without: Mixtral = jax.tree.map(frozen, updates, is_leaf=is_variable)
     return without
 
 

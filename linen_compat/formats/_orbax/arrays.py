@@ -15,7 +15,7 @@ from linen_compat.formats._intact import Json
 from linen_compat.formats._orbax import corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
 from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
-from linen_compat.formats._paths import in_folder, with_own_names
+from linen_compat.formats._paths import in_folder, with_real_paths
 from linen_compat.formats._streams import ArraySpec, Mismatch
 
 _BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
@@ -268,7 +268,7 @@ class NewArrays:
             yield
         except STORE_ERRORS as error:
             reason = " ".join(str(error).split("[source locations")[0].split())
-            raise OSError(f"{self.folder} cannot be written: {with_own_names(reason)}") from error
+            raise OSError(f"{self.folder} cannot be written: {with_real_paths(reason)}") from error
 
 
 def _grid(store: ts.TensorStore) -> Grid:

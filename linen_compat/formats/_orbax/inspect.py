@@ -169,8 +169,8 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
     deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
     unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
     # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.
-    if finished := sorted(deeper - unfinished, key=lambda one: (len(one.name), one.name)):
-        cure = f"it holds {_some([one.name for one in finished])}; give one, such as {finished[-1]}"
+    if finished := sorted(deeper - unfinished, key=lambda sub: (len(sub.name), sub.name)):
+        cure = f"it holds {_some([sub.name for sub in finished])}; give one, such as {finished[-1]}"
     elif unfinished:
         names = sorted(child.name for child in unfinished)
         cure = f"Orbax has not finished {_some(names)}; save it again"

@@ -156,8 +156,8 @@ class TreeLayout:
         outside, of_layers = of_model(arrays)
         specs = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
         for names in of_layers:
-            one = arrays[names.nnx]
-            whole = ArraySpec(self.stacked(names, one.shape), one.dtype)
+            spec = arrays[names.nnx]
+            whole = ArraySpec(self.stacked(names, spec.shape), spec.dtype)
             specs |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
         return specs
 

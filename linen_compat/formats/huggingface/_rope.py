@@ -82,7 +82,7 @@ def _scaling(rope: Keys, name: str, *, latent: bool) -> Json:
     """The fields of one rope dictionary, without its base."""
     kinds = {key: rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
     kind = agreed(kinds, "default", name)
-    known = ("default", *(one for one in ROPE_SCALINGS if latent or one != "yarn"))
+    known = ("default", *(each for each in ROPE_SCALINGS if latent or each != "yarn"))
     if kind not in known:
         raise InputError(
             f"{name}.{next(iter(kinds))}={kind!r} is not supported, only {', '.join(known)}"

@@ -168,8 +168,8 @@ class Tensors:
         def read_fused(index: Index) -> np.ndarray:
             rows = range(outputs)[index[0]]
             cut = slice(start + rows.start, start + rows.stop)
-            one: np.ndarray = read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
-            return one
+            row: np.ndarray = read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
+            return row
 
         return read_fused
 

@@ -217,7 +217,7 @@ def _architecture(values: Keys) -> Architecture:
     names, kind = values.get("architectures"), values.get("model_type")
     known = ", ".join(ARCHITECTURES)
     if names is None:
-        classes = [one for one in ARCHITECTURES.values() if one.model_type == kind]
+        classes = [each for each in ARCHITECTURES.values() if each.model_type == kind]
         if not classes:
             raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
         return classes[0]
@@ -244,9 +244,9 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
 
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
-    name, own = architecture.name, {*architecture.experts, *architecture.only}
-    own |= {*ropes.READ_ELSEWHERE} if architecture.latent else set()
-    known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_ELSEWHERE, *IGNORED}
+    name, specific = architecture.name, {*architecture.experts, *architecture.only}
+    specific |= {*ropes.READ_ELSEWHERE} if architecture.latent else set()
+    known = {*_REQUIRED, *_OPTIONAL, *specific, *_ONLY, *_READ_ELSEWHERE, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
         if value and key not in UNREAD:
@@ -314,9 +314,9 @@ def _whole_or_missing(values: Keys, key: str) -> int:
 
 def _head_dim(values: Keys, absent: Keys, embed_dim: int, heads: int) -> int:
     """The size of a head: from its key, from transformers' default, or hidden_size / heads."""
-    own = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
-    if own["head_dim"] is not None:
-        return _whole_or_missing(own, "head_dim")
+    explicit = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
+    if explicit["head_dim"] is not None:
+        return _whole_or_missing(explicit, "head_dim")
     rule = f"{CONFIG_FILE}: hidden_size={embed_dim} does not split over num_attention_heads={heads}"
     divides(heads, embed_dim, rule=f"{rule} and there is no head_dim")
     return embed_dim // heads

@@ -88,15 +88,14 @@ def _compare_steps(
     steps: Sequence[Chosen], target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     """Compares the steps of two presets, or one step with two settings."""
-    one, other = chosen_config(steps[0]), chosen_config(steps[-1])
+    a, b = chosen_config(steps[0]), chosen_config(steps[-1])
     mesh, pairs = target.mesh_config, target.pairs()
     labels = target.labels if len(steps) == 1 else (str(steps[0].model), str(steps[1].model))
     with progress() as say, compiler_errors():
         outcomes = [
-            [compare_steps((one, other), mesh, pair, labels, cache=cache, progress=say)]
-            for pair in pairs
+            [compare_steps((a, b), mesh, pair, labels, cache=cache, progress=say)] for pair in pairs
         ]
-    heading = presets().title(str(steps[0].model), one, mesh)
+    heading = presets().title(str(steps[0].model), a, mesh)
     if len(steps) > 1:
         heading = f"training steps of {' and '.join(labels)} on {mesh}"
     _report(heading, outcomes, target, outputs)
@@ -125,7 +124,7 @@ def _report(
     report.show_outcomes(heading, results, target.platform, json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
     outputs.write_outcomes(heading, results)
-    failed = [one.question.name for outcomes in results for one in outcomes if one.failed]
+    failed = [outcome.question.name for row in results for outcome in row if outcome.failed]
     if failed:
         # With both kinds of matrix products an experiment may fail twice; it is named once.
         raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")

@@ -66,8 +66,8 @@ def _persistent(sizes: Sizes, moment: Moment) -> list[Term]:
 
     A loop of one turn is no loop to the compiler: what the visit computes is the gradient.
     """
-    is_one = sizes.in_loop and sizes.microbatches * sizes.config.pipeline.num_repeats == 1
-    if moment.name == OPTIMIZER or not is_one:
+    is_single = sizes.in_loop and sizes.microbatches * sizes.config.pipeline.num_repeats == 1
+    if moment.name == OPTIMIZER or not is_single:
         return list(moment.terms)
     return [row for row in moment.terms if row.role != TOTALS or row.name == OF_CHUNK]
 
@@ -104,8 +104,8 @@ def _gradients_of_a_visit(sizes: Sizes) -> list[Term]:
     if not sizes.in_loop:
         return []
     layers, repeats = sizes.state.model.pipeline.layers, sizes.config.pipeline.num_repeats
-    own = sizes.itemsize * sizes.numbers(layers, sizes.layout)
-    size = (sizes.gathered_bytes(layers) if sizes.gathers_first else own) // repeats
+    stored = sizes.itemsize * sizes.numbers(layers, sizes.layout)
+    size = (sizes.gathered_bytes(layers) if sizes.gathers_first else stored) // repeats
     what = "as they are gathered" if sizes.gathers_first else "as they are sharded"
     number = 1 if _written_out(sizes) else sizes.layers
     formula = f"weights of {counted(number, 'layer')}, {what}, × bytes of dtype"

@@ -170,9 +170,9 @@ def _loss(sizes: Sizes) -> list[Term]:
         term("its gradient", columns * FULL_WIDTH, TOTALS, "embed × columns × 4 bytes"),
         term(
             "gradient of the outputs",
-            head.own_tokens * embed * width,
+            head.device_tokens * embed * width,
             SAVED,
-            f"{head.own_tokens} tokens × embed × bytes of dtype",
+            f"{head.device_tokens} tokens × embed × bytes of dtype",
         ),
     ]
 
@@ -212,7 +212,7 @@ def _feed_forward(sizes: Sizes) -> list[Term]:
         term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
     ]
     wide = sizes.expert_tokens * sizes.config.model.embed_dim * sizes.itemsize
-    if sizes.own_experts > sizes.group:
+    if sizes.local_experts > sizes.group:
         what = "tokens of the experts × embed × bytes of dtype, added up over groups"
         terms.append(term("cotangent of the groups", wide, CARRIED, what))
     if sizes.expert_tokens > sizes.tokens:

@@ -71,9 +71,9 @@ def flash_attention(
     kernel: Callable[..., Array]
     if options.interpret or platform == "tpu":
         splash.check_splash(query.shape[1], query.dtype)
-        own = splash.Splash(options.window, options.soft_cap, options.interpret)
-        masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
-        kernel = functools.partial(own.attend, structure)
+        attention = splash.Splash(options.window, options.soft_cap, options.interpret)
+        masks, structure = attention.masks(query.shape[1], query.shape[2] // key.shape[2])
+        kernel = functools.partial(attention.attend, structure)
     else:
         packed, head_dims = segment_ids is not None, (query.shape[3], value.shape[3])
         cudnn.check_cudnn(head_dims, query.dtype, packed=packed, soft_cap=options.soft_cap)

@@ -53,10 +53,10 @@ class GroupedExperts:
         weights, experts = choice
         tokens = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
         rows, (every, *_) = tokens * experts.shape[-1], kernels.gate.shape
-        own = every // layout.size("expert")
-        group = self.group or own
-        rule = f"model.expert_group={group} does not divide the {own} experts of a device"
-        is_divisor(group, own, rule=rule)
+        local = every // layout.size("expert")
+        group = self.group or local
+        rule = f"model.expert_group={group} does not divide the {local} experts of a device"
+        is_divisor(group, local, rule=rule)
         products = products_for(rows, self.tiles, share=every // group)
         grouped = _OnDevice.of("grouped", every, layout, products=products, group=group)
         order = grouped.sort(experts)
@@ -114,8 +114,8 @@ class _OnDevice(OnDevices):
             mine = jax.lax.axis_index(self.owners) if self.owners else 0
             order = sorting.sort_by_expert(
                 _flat(self.from_owners(experts)),
-                first=mine * self.own,
-                own=self.own,
+                first=mine * self.local_experts,
+                count=self.local_experts,
                 tile=self.products.multiple,
             )
             return tuple(leaf[None] for leaf in order)
@@ -124,22 +124,22 @@ class _OnDevice(OnDevices):
 
     def by_group(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
         """The results of one group after the other, and the gradients of their kernels."""
-        steps = self.own // self.group
+        steps = self.local_experts // self.group
         if steps == 1:  # there is nothing to add to
             return some(_Groups(self.products, order.sizes), *kernels)
 
         def step(results: list[Array], now: tuple[Array, tuple[Array, ...]]) -> _OfGroup:
-            number, own = now
+            number, kernels_of = now
             groups = sorting.Some(number * self.group, self.group)
-            return some(_Groups(self.products, order.sizes, groups, results), *own)
+            return some(_Groups(self.products, order.sizes, groups, results), *kernels_of)
 
         split = tuple(kernel.reshape(steps, -1, *kernel.shape[1:]) for kernel in kernels)
         first = [kernel[0] for kernel in split]
         made, _ = jax.eval_shape(partial(some, _Groups(self.products, order.sizes)), *first)
-        start = [jnp.zeros(one.shape, one.dtype) for one in made]
+        start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in made]
         now = (jnp.arange(steps, dtype=jnp.int32), split)
         results, gradients = jax.lax.scan(step, start, now)
-        return results, tuple(one.reshape(-1, *one.shape[2:]) for one in gradients)
+        return results, tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in gradients)
 
     def from_owners(self, x: Array) -> Array:
         """What all devices that share the experts have, `[batch, …]`: an all-gather."""
@@ -161,7 +161,7 @@ class _OnDevice(OnDevices):
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
-                return [groups.product(slot, rows, one) for slot, one in enumerate(whole)], ()
+                return [groups.product(slot, rows, leaf) for slot, leaf in enumerate(whole)], ()
 
             return tuple(rows[None] for rows in self.by_group(some, order, kernels)[0])
 

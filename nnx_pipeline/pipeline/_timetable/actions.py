@@ -182,7 +182,7 @@ class Actions:
         wrong = (step >= 0) & ((before < 0) | (before >= step))
         if not wrong.any():
             return
-        at, microbatch = (int(one[0]) for one in np.nonzero(wrong))
+        at, microbatch = (int(index[0]) for index in np.nonzero(wrong))
         stage = int(stages[at])
         reader = text_of_action(kind, stage, microbatch)
         needed = text_of_action(int(name[at, microbatch]), stage - distance, microbatch)
@@ -193,8 +193,8 @@ class Actions:
 
     def _check_whole(self) -> None:
         there = self.when >= 0
-        one, of_input, of_weights = (there[kind] for kind in (BACKWARD, OF_INPUT, OF_WEIGHTS))
-        back = np.where(one, ~of_input & ~of_weights, of_input & of_weights)
+        whole, of_input, of_weights = (there[kind] for kind in (BACKWARD, OF_INPUT, OF_WEIGHTS))
+        back = np.where(whole, ~of_input & ~of_weights, of_input & of_weights)
         lacking = np.argwhere(~(there[FORWARD] & (back | (not self.trains))))
         if len(lacking):
             stage, microbatch = lacking[0].tolist()

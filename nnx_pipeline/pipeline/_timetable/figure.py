@@ -104,11 +104,11 @@ def _legend(schedule: Schedule) -> "list[Patch]":
 def _colour(lane: Lane, repeat: int, repeats: int) -> str:
     from matplotlib.colors import to_hex, to_rgb
 
-    own = LANE_COLOURS.get(lane.sign)
-    if own is None:
+    colour = LANE_COLOURS.get(lane.sign)
+    if colour is None:
         return _repeat_colour(repeat, repeats)
     white = 0.65 * repeat / max(repeats - 1, 1)
-    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(own))
+    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(colour))
     return to_hex((red, green, blue))
 
 

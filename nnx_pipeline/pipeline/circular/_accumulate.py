@@ -62,8 +62,8 @@ class Accumulate:
             return result
 
         gather = self.how.fsdp_gather.of_repeats(self.loop.schedule.repeats)
-        own = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
-        return TwoWayTick(self.loop, own)
+        visits = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
+        return TwoWayTick(self.loop, visits)
 
 
 def _first_visit(

@@ -234,8 +234,8 @@ class PrefetchLoop:
         def zeros(gathered: PyTree) -> PyTree:
             # One repeat of the parameters, for the dtypes of the accumulators.
             one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
-            own = self.tick.visit
-            return own.only(zero_gradients(gathered, one_repeat, own.grad_dtype))
+            visits = self.tick.visit
+            return visits.only(zero_gradients(gathered, one_repeat, visits.grad_dtype))
 
         def change_back(state: PyTree, at: PyTree) -> tuple[PyTree, PyTree]:
             cotangents, later, d_later = state
@@ -309,11 +309,11 @@ def _cut(schedule: CircularSchedule, whole: PyTree) -> _Pieces:
 
 
 def _joined(pieces: _Pieces) -> PyTree:
-    def one(fill: Array, steady: Array, change: Array, last: Array) -> Array:
+    def joined(fill: Array, steady: Array, change: Array, last: Array) -> Array:
         between = jnp.concatenate([steady, change], axis=1)
         return jnp.concatenate([fill, between.reshape(-1, *fill.shape[1:]), last])
 
-    return jax.tree.map(one, *pieces)
+    return jax.tree.map(joined, *pieces)
 
 
 def _stage_weights(weights: tuple[PyTree, ...], now: CircularPlan) -> PyTree:

@@ -169,14 +169,14 @@ class OneForwardOneBackwardTick:
             residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
         )
         reads = reads_of(weights, inputs, now.backward, now.backward_repeat)
-        own, layers = self.visit, state.layers.of_visit()
-        d_reads, d_x = own.back(stored, reads, d_y, d_metrics, state=layers)
-        d_stages = own.fsdp_gather.of_visit(own.only(d_reads.weights), reads.weights)
+        visit, layers = self.visit, state.layers.of_visit()
+        d_reads, d_x = visit.back(stored, reads, d_y, d_metrics, state=layers)
+        d_stages = visit.fsdp_gather.of_visit(visit.only(d_reads.weights), reads.weights)
         totals, of_inputs = state.gradients, state.of_inputs
         so_far = totals.enter, of_inputs.enter
         d_entry, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
         gradients = totals._replace(
-            stages=own.add(totals.stages, d_stages, now.backward_repeat),
+            stages=visit.add(totals.stages, d_stages, now.backward_repeat),
             enter=d_entry,
             captured=add(totals.captured, d_reads.captured),
         )
@@ -276,10 +276,10 @@ def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Ar
 
     def with_needed(needed: list[Array]) -> PyTree:
         new = iter(needed)
-        mixed = [next(new) if one else leaf for leaf, one in zip(leaves, wanted, strict=True)]
+        mixed = [next(new) if yes else leaf for leaf, yes in zip(leaves, wanted, strict=True)]
         return jax.tree.unflatten(tree, mixed)
 
-    return [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], with_needed
+    return [leaf for leaf, yes in zip(leaves, wanted, strict=True) if yes], with_needed
 
 
 def _each(totals: PyTree, tree: PyTreeDef) -> list[PyTree]:
@@ -298,11 +298,11 @@ def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
     pairs = zip(_each(totals, tree), gradients, strict=True)
     needed = iter([gradient for total, gradient in pairs if total is not None])
 
-    def one(total: Array) -> Array:
+    def added(total: Array) -> Array:
         sums: Array = at_slot(total, microbatch, select_slot(total, microbatch) + next(needed))
         return sums
 
-    return jax.tree.map(one, totals)
+    return jax.tree.map(added, totals)
 
 
 def row_of(tree: PyTree, microbatch: Array) -> PyTree:

@@ -301,8 +301,8 @@ def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
 def without_lift(total: Total, lift: Lift) -> Total:
     if lift is None:
         return total
-    loss, (own, metrics) = total
-    return loss / lift, (own / lift, metrics)
+    loss, (part, metrics) = total
+    return loss / lift, (part / lift, metrics)
 
 
 def computes_in_float16(program: ClosedJaxpr) -> bool:

@@ -211,16 +211,16 @@ def check_no_sharing(layer: nnx.Module, another: nnx.Module) -> None:
 def check_same(layer: nnx.Module, another: nnx.Module) -> None:
     """Raises InputError if a function made two layers that differ in more than their values."""
     # It is called once for all layers of a kind, so that all would be like the first one.
-    one, other = (
+    left, right = (
         {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(each)}
         | plain_attributes(each)
         for each in (layer, another)
     )
-    for name in {**one, **other}:
-        if one.get(name) != other.get(name):
+    for name in {**left, **right}:
+        if left.get(name) != right.get(name):
             raise InputError(
-                f"the function that makes a layer gave one with {name}={one.get(name, 'nothing')} "
-                f"and then one with {other.get(name, 'nothing')}, but all layers are made by one "
+                f"the function that makes a layer gave one with {name}={left.get(name, 'nothing')} "
+                f"and then one with {right.get(name, 'nothing')}, but all layers are made by one "
                 "call; give a list with a function for each kind of layer, or let the layer's call "
                 "take `place`"
             )

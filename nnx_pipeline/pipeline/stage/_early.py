@@ -85,12 +85,12 @@ class EarlyLayers:
         stack = Stack(1, 1, self.number, self.number)
         sequence = LayerSequence(self.number, 1, self.remat, in_ticks=False)
 
-        def one(x: Array, numbered: NumberedLayer) -> tuple[Array, list[Array]]:
+        def call(x: Array, numbered: NumberedLayer) -> tuple[Array, list[Array]]:
             y, result = call_layer(x, numbered, side, stack=stack)
             return y, result.state
 
         numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
-        y, (written,) = sequence(one, (NumberedLayer(layers, numbers, caches),), x)
+        y, (written,) = sequence(call, (NumberedLayer(layers, numbers, caches),), x)
         return y, written
 
     def _on_stages(
@@ -105,10 +105,10 @@ class EarlyLayers:
             with_caches = jax.vmap(apply, in_axes=(0, 0, 1), out_axes=(0, 1), spmd_axis_name=name)
             return with_caches(x, side, caches)
 
-        def one_of_each(x: Array, side: Side) -> Array:
+        def each_stage(x: Array, side: Side) -> Array:
             return self._on_batch(layers, x, side, [])[0]
 
-        mapped = jax.vmap(one_of_each, spmd_axis_name=name)
+        mapped = jax.vmap(each_stage, spmd_axis_name=name)
 
         def of_stages(leaf: Array) -> Array:
             """`[microbatches, …]` as `[microbatches of a stage, stages, …]`."""
@@ -118,7 +118,7 @@ class EarlyLayers:
             return jnp.swapaxes(cut, 0, 1)
 
         rows = jax.tree.map(of_stages, (x, side))
-        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, rows)
+        _, y = jax.lax.scan(lambda _, row: (None, mapped(*row)), None, rows)
         y = jnp.swapaxes(y, 0, 1)
         spec = self._spec(self.layout, ("microbatch", "batch"), x.ndim)
         return _reshaped(y, x.shape, spec), []

@@ -98,10 +98,10 @@ def is_float(leaf: Array) -> bool:
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
     """Accumulators like `tree`, of `dtype` or of the dtypes of `like`; None for integers."""
 
-    def one(leaf: Array, like: Array) -> Array | None:
+    def zeros_of(leaf: Array, like: Array) -> Array | None:
         return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
 
-    return jax.tree.map(one, tree, like)
+    return jax.tree.map(zeros_of, tree, like)
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:

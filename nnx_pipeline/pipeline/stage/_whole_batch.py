@@ -29,17 +29,17 @@ def run_whole_batch(
     """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
     # If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one
     # layer, so that the full gradient of only one layer exists at a time.
-    state = None if stored is None else _of_one_microbatch(stored)
+    state = None if stored is None else _single_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
     call = functools.partial(
         stages.call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
     )
 
     def in_copies(x: PyTree, stacked: stages.NumberedLayer) -> tuple[PyTree, stages.LayerResult]:
-        def one(layer: PyTree, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
+        def copy(layer: PyTree, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
             return call(x, stacked._replace(layer=layer), {**side, **stage.shared})
 
-        mapped = jax.vmap(one, spmd_axis_name=copies)
+        mapped = jax.vmap(copy, spmd_axis_name=copies)
         x, result = mapped(copies_of(stacked.layer), x, side)
         return x, result
 
@@ -58,7 +58,7 @@ def run_whole_batch(
     return x, total, left
 
 
-def _of_one_microbatch(stored: State) -> list[Array]:
+def _single_microbatch(stored: State) -> list[Array]:
     """Refuses caches of several microbatches."""
     leaves = []
     for leaf in stored:

@@ -96,8 +96,8 @@ def _each_stage(
     index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
 
     def one_stage(index: Array, *leaves: Array) -> Array:
-        own = [jax.lax.squeeze(x, (axis,)) for x, axis in zip(leaves, stage_axes, strict=True)]
-        return function(index, *own)
+        shards = [jax.lax.squeeze(x, (axis,)) for x, axis in zip(leaves, stage_axes, strict=True)]
+        return function(index, *shards)
 
     def local(index: Array, *columns: list[Array]) -> list[Array]:
         return [one_stage(index, *leaves) for leaves in zip(*columns, strict=True)]

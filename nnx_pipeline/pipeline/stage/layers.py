@@ -69,28 +69,28 @@ class LayerSequence:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Applies all layers, if `unrolled`, or the stack of each kind; metrics by kind."""
 
-        def one_of_each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+        def each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
             results = []
             for layer in layers:
-                x, metrics = one(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
+                x, metrics = call(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
                 results.append(_named(metrics, LAYER_METRICS))
             return x, tuple(results)
 
         # A checkpoint decides over the names within it: a tick's checkpoint over the inputs of all
         # its layers, else a layer's over its own.
-        one = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
+        call = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            x, results = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            x, results = each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], results)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
         in_scan = not self.unrolled and self.number > 1
-        one = self.remat.checkpoint(one, in_scan=in_scan)
+        call = self.remat.checkpoint(call, in_scan=in_scan)
         if not self.unrolled:
-            return jax.lax.scan(one_of_each_kind, x, layers)
+            return jax.lax.scan(each_kind, x, layers)
         each = []
         for layer in layers:
             x, layer = await_gradient(x, layer)
-            x, metrics = one(_named(x, LAYER_INPUT), layer)
+            x, metrics = call(_named(x, LAYER_INPUT), layer)
             each.append(_named(metrics, LAYER_METRICS))
         of_kinds = [each[kind :: self.kinds] for kind in range(self.kinds)]
         return x, tuple(map(_stacked, of_kinds))
@@ -168,14 +168,14 @@ def gathered_for_use(layer: PyTree) -> PyTree:
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
-    def one(variable: Variable) -> Variable:
+    def gathered(variable: Variable) -> Variable:
         if not variable.get_metadata().get("gather_at_use"):
             return variable
         spec = jax.typeof(variable.get_value()).sharding.spec
         used = P(*(_without(entry, AXES_OF_BATCH) for entry in spec))
         return variable.replace(gather_weight(variable.get_value(), spec, used))
 
-    return jax.tree.map(one, layer, is_leaf=is_variable)
+    return jax.tree.map(gathered, layer, is_leaf=is_variable)
 
 
 def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
@@ -223,11 +223,11 @@ def call_layer(
     # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     layer, number, state = numbered
     keys = side.get("keys")
-    own: Side = {} if keys is None else {"keys": fold_in(keys, number)}
+    extra: Side = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
-        own["place"] = LayerPlace.of(number, stack)
+        extra["place"] = LayerPlace.of(number, stack)
     layer = gathered_for_use(join_state(layer, without_gradient(state)))
-    everything = {**side, **own}
+    everything = {**side, **extra}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"

@@ -64,21 +64,21 @@ def split_state(layers: PyTree, microbatches: int) -> PyTree:
     if _only_params(layers):
         return layers
 
-    def one(variable: PyTree) -> PyTree:
+    def stripped(variable: PyTree) -> PyTree:
         if not is_variable(variable) or isinstance(variable, nnx.Param):
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
     def value(variable: Variable) -> Array | PerMicrobatch:
-        own = variable.get_value()
+        stored = variable.get_value()
         if is_per_microbatch(variable):
-            return PerMicrobatch(jnp.moveaxis(own, 3, 2))
+            return PerMicrobatch(jnp.moveaxis(stored, 3, 2))
         if is_averaged(variable):
-            return PerMicrobatch(jnp.repeat(own[:, :, None], microbatches, axis=2))
-        return own
+            return PerMicrobatch(jnp.repeat(stored[:, :, None], microbatches, axis=2))
+        return stored
 
     state = list(map(value, _states(layers)))
-    without = jax.tree.map(one, layers, is_leaf=is_variable)
+    without = jax.tree.map(stripped, layers, is_leaf=is_variable)
     return WithState(without, state) if state else without
 
 
@@ -88,12 +88,12 @@ def join_state(layers: PyTree, state: Sequence[Array | None]) -> PyTree:
         return layers
     values = iter(state)
 
-    def one(variable: PyTree) -> PyTree:
+    def restored(variable: PyTree) -> PyTree:
         if is_state(variable):
             return variable.replace(next(values))
         return _from_bits(variable) if is_variable(variable) else variable
 
-    return jax.tree.map(one, layers, is_leaf=is_variable)
+    return jax.tree.map(restored, layers, is_leaf=is_variable)
 
 
 def state_of_kinds(kinds: Sequence[PyTree], state: list[Array] | None) -> list[list[Array]]:

@@ -112,14 +112,14 @@ class Branches:
             value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
             return jnp.full((slots, *like.shape), value, like.dtype)
 
-        own = rank.stages, rank.captured
+        weights = rank.stages, rank.captured
         return RankState(
             messages=jax.tree.map(lambda leaf: buffer(leaf, self.plan.messages + 1), x),
             rings=[
                 [buffer(leaf, slots) for leaf in jax.tree.leaves(residuals)]
                 for (_, residuals), slots in zip(visits, self.plan.rings, strict=True)
             ],
-            totals=zero_gradients(own, own, dtype) if self.differentiate else None,
+            totals=zero_gradients(weights, weights, dtype) if self.differentiate else None,
             metrics=jax.tree.map(_nothing, visits[0][0], is_leaf=is_metric),
             outer=outer,
         )
@@ -207,14 +207,14 @@ class Branches:
         return Reads(weights, side, rank.captured[function])
 
     def _of_metrics(self, metrics: PyTree) -> PyTree:
-        def one(weight: float | Array, metric: Metric) -> Metric:
+        def cotangent(weight: float | Array, metric: Metric) -> Metric:
             if not counts(weight):
                 return type(metric)(jnp.zeros_like(metric.value))
             share = jnp.asarray(weight, metric.value.dtype)
             share = share / self.visits if isinstance(metric, Mean) else share
             return type(metric)(jnp.full_like(metric.value, share))
 
-        return jax.tree.map(one, weights_like(self.metric_weights, metrics), metrics)
+        return jax.tree.map(cotangent, weights_like(self.metric_weights, metrics), metrics)
 
 
 def first_row() -> TimetableRows:
@@ -223,11 +223,11 @@ def first_row() -> TimetableRows:
 
 
 def _add_at(totals: PyTree, chunk: ArrayLike, gradients: PyTree) -> PyTree:
-    def one(total: Array, new: Array) -> Array:
+    def add_leaf(total: Array, new: Array) -> Array:
         new = new.astype(total.dtype)
         return (total[0] + new)[None] if total.shape[0] == 1 else total.at[chunk].add(new)
 
-    return jax.tree.map(one, totals, gradients)
+    return jax.tree.map(add_leaf, totals, gradients)
 
 
 def _no_message(state: RankState) -> PyTree:

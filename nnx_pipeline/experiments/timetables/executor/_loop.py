@@ -143,8 +143,8 @@ class _Ticks:
         dtype, fill = self.loop.grad_dtype, self.loop.bubble_fill
 
         def local(rank: Rank, x: PyTree) -> RankState:
-            own = None if rank.outer is None else rank.outer.start(dtype)
-            state = self._branches.start(_own(rank), x, own, dtype, fill)
+            totals = None if rank.outer is None else rank.outer.start(dtype)
+            state = self._branches.start(_local(rank), x, totals, dtype, fill)
             with_axis: RankState = _with_axis(state)
             return with_axis
 
@@ -167,7 +167,7 @@ class _Ticks:
             state, row = jax.tree.map(lambda leaf: leaf[0], (state, rows))
             if d_output is not None:  # of the loss of the tick before
                 state = state._replace(messages=_put(state.messages, row.loss, d_output))
-            rank = _own(rank)._replace(entering=entering)
+            rank = _local(rank)._replace(entering=entering)
             state, message = self._branches.step(rank, state, row)
             state = state._replace(messages=self._arrive(state.messages, message, row))
             return _with_axis(state), _with_axis(message)
@@ -185,11 +185,11 @@ class _Ticks:
         - `layers`: is returned as it is.
         """
 
-        def one(metric: Metric) -> Metric:
+        def over_ranks(metric: Metric) -> Metric:
             fold = jnp.max if isinstance(metric, Max) else jnp.sum
             return type(metric)(fold(metric.value, axis=0)[None])
 
-        metrics = jax.tree.map(one, state.metrics, is_leaf=is_metric)
+        metrics = jax.tree.map(over_ranks, state.metrics, is_leaf=is_metric)
         outer = shared or jax.tree.map(_over_all, state.outer)
         gradients = None
         if state.totals is not None:
@@ -206,11 +206,11 @@ class _Ticks:
         number = jnp.int32(0)
 
         def local(rank: Rank, x: PyTree) -> Array:
-            rank, own = _own(rank), rank.outer
-            y = x if own is None else own.enter(number)
+            rank, on_rank = _local(rank), rank.outer
+            y = x if on_rank is None else on_rank.enter(number)
             for function in range(len(self.loop.functions.stages)):
                 (y, _), _ = self._branches.visit(function, rank, first_row(), y)
-            return y if own is None else own.leave(own.start(None), number, y).loss
+            return y if on_rank is None else on_rank.leave(on_rank.start(None), number, y).loss
 
         x = None if outer is None else outer.enter(number)
         y = self._on_ranks(local, (x,), (P(),), P())
@@ -257,14 +257,14 @@ class _Ticks:
     ) -> PyTree:
         """Calls a function on each rank: with what the rank's visits read, and with `args`."""
         weights, inputs, whole = self.weights, self.inputs, P()
-        own = self._outer_reads if self.loop.ends_on == "own" else None
+        outer_reads = self._outer_reads if self.loop.ends_on == "own" else None
 
         def local(reads: tuple[PyTree, ...], *args: PyTree) -> PyTree:
             stages, captured, side, outer = reads
             outer = None if outer is None else self._make_outer(*outer)
             return function(Rank(stages, captured, side, None, outer), *args)
 
-        reads = weights.stages, weights.captured, inputs.side, own
+        reads = weights.stages, weights.captured, inputs.side, outer_reads
         return on_ranks(
             local,
             in_specs=((P(None, stage_axis()), whole, whole, whole), *specs),
@@ -273,7 +273,7 @@ class _Ticks:
 
     def _arrive(self, messages: PyTree, message: PyTree, row: TimetableRows) -> PyTree:
         ranks = len(self.plan.stages)
-        messages = _put(messages, row.own, message)
+        messages = _put(messages, row.same, message)
         if ranks > 1:
             messages = _put(messages, row.before, _sent(message, 1, ranks))
         if ranks > 2:  # of two ranks each is before and after the other
@@ -319,7 +319,7 @@ def on_ranks(function: Function, *, in_specs: PyTree, out_specs: P) -> Function:
     return jax.jit(mapped)  # without jit JAX runs no shard_map over some of the axes
 
 
-def _own(rank: Rank) -> Rank:
+def _local(rank: Rank) -> Rank:
     return rank._replace(stages=jax.tree.map(lambda leaf: leaf[:, 0], rank.stages))
 
 

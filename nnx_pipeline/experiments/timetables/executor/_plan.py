@@ -52,7 +52,7 @@ class TimetableRows(NamedTuple):
     take: np.ndarray  # the message slot that the action reads
     keep: np.ndarray  # the slot of the ring that it writes or reads
     enters: np.ndarray  # 1 for a forward visit of the first stage, which takes what enters
-    own: np.ndarray  # the message slot for what the action itself gives
+    same: np.ndarray  # the message slot for what the action itself gives
     before: np.ndarray  # the slot for what the rank before sends
     after: np.ndarray  # the slot for what the rank after sends
     loss: np.ndarray  # the slot for the cotangent of the loss of the tick before
@@ -140,7 +140,7 @@ class _Planning:
         self.stages = tuple(
             tuple(np.flatnonzero(self.rank_of == rank).tolist()) for rank in range(actions.ranks)
         )
-        if len({len(own) for own in self.stages}) > 1:
+        if len({len(of_rank) for of_rank in self.stages}) > 1:
             raise InputError(
                 f"the ranks have the stages {[*map(list, self.stages)]}; each must have as many, "
                 "because their weights are one array"
@@ -155,8 +155,8 @@ class _Planning:
         kind, stage = actions.kind.T, actions.stage.T
         numbers = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
         branch_of = np.zeros((len(LETTERS), actions.stages), np.int32)
-        for own, branch in branches.items():
-            branch_of[own] = numbers[branch]
+        for cell, branch in branches.items():
+            branch_of[cell] = numbers[branch]
         chunk_of = np.zeros(actions.stages, np.int32)
         for stages in self.stages:
             chunk_of[[*stages]] = range(len(stages))
@@ -182,7 +182,7 @@ class _Planning:
             leaves = self.outer_on_ranks and stage == self.last and kind == FORWARD
             return Branch(LETTERS[kind], self.functions[stage], enters, leaves)
 
-        there.sort(key=lambda own: (self.rank_of[own[1]], first[*own]))
+        there.sort(key=lambda action: (self.rank_of[action[1]], first[*action]))
         return {(kind, stage): branch(kind, stage) for kind, stage in there}
 
     def _end_ticks(self, step: np.ndarray) -> EndTicks:
@@ -200,7 +200,7 @@ class _Planning:
         to = np.broadcast_to(self.rank_of[waits.to][:, None], shape)
         slot, counts = share_slots(to, waits.start, waits.end, owners=self.actions.ranks)
         count = int(counts.max())
-        for column in (rows.own, rows.before, rows.after, rows.loss):
+        for column in (rows.same, rows.before, rows.after, rows.loss):
             column[:] = count  # where what nobody needs goes
         for column, sent in self._columns(rows, waits):
             column[waits.start[sent], to[sent]] = slot[sent]
@@ -226,8 +226,8 @@ class _Planning:
         """The columns of what arrives from each sender, and which of the waits those are."""
         ranks = self.actions.ranks
         sender, to = self.rank_of[waits.sender], self.rank_of[waits.to]
-        own, before, after = sender == to, (sender + 1) % ranks == to, (sender - 1) % ranks == to
-        for at in np.flatnonzero(~(own | before | after)).tolist():
+        same, before, after = sender == to, (sender + 1) % ranks == to, (sender - 1) % ranks == to
+        for at in np.flatnonzero(~(same | before | after)).tolist():
             stage = int(waits.sender[at])
             split = self.when[OF_INPUT, stage, 0] >= 0
             kind = FORWARD if at < self.last else OF_INPUT if split else BACKWARD
@@ -237,9 +237,9 @@ class _Planning:
                 "the same rank or on neighbours"
             )
         return [
-            (rows.own, own),
-            (rows.before, before & ~own),
-            (rows.after, after & ~before & ~own),  # of two ranks each is before and after the other
+            (rows.same, same),
+            (rows.before, before & ~same),
+            (rows.after, after & ~before & ~same),  # of two ranks each is both before and after
         ]
 
     def _fill(
@@ -256,8 +256,8 @@ class _Planning:
         ranks, functions = self.actions.ranks, 1 + max(self.functions)
         if not self.actions.trains:
             return (0,) * functions
-        own = np.asarray(self.functions) + functions * self.rank_of
-        owner = np.broadcast_to(own[:, None], self.over.shape)
+        ring = np.asarray(self.functions) + functions * self.rank_of
+        owner = np.broadcast_to(ring[:, None], self.over.shape)
         slot, counts = share_slots(owner, self.when[FORWARD], self.over, owners=ranks * functions)
         kinds = (FORWARD, BACKWARD, OF_INPUT, OF_WEIGHTS)
         self._fill(rows.keep, kinds, np.arange(self.last + 1), slot)

@@ -95,9 +95,9 @@ def run_timetable(
     metric_weights = metric_weights_of(functions, lift)
     how = options.accumulate
 
-    def make_loop(own: TimetableFunctions) -> TimetableLoop:
+    def make_loop(loop_functions: TimetableFunctions) -> TimetableLoop:
         return TimetableLoop(
-            own,
+            loop_functions,
             plans,
             metric_weights,
             actions.stages * actions.microbatches,
@@ -109,7 +109,7 @@ def run_timetable(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    own: tuple[Function, ...] = (
+    checked_functions: tuple[Function, ...] = (
         checked_entry(functions.enter),
         lifted(checked_exit(functions.leave), lift),
         *map(checked, stages),
@@ -118,7 +118,7 @@ def run_timetable(
     def call(*looks: Function) -> None:
         make_loop(TimetableFunctions(looks[0], looks[2:], looks[1])).visit_once(weights, inputs)
 
-    hoisted, captured, traced = hoist(own, call)
+    hoisted, captured, traced = hoist(checked_functions, call)
     loop = dataclasses.replace(
         make_loop(TimetableFunctions(hoisted[0], tuple(map(checkpoint, hoisted[2:])), hoisted[1])),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
