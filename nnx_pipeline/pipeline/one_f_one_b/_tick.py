@@ -4,7 +4,7 @@ Every array of a stage begins with the axis of stages, so one line below is the 
 
     forward     x = output of the stage before, a tick ago; the first stage takes what enters
                 y, residuals = visit(x); the ring stores the residuals
-    leave       the last stage's y gives the loss, whose cotangent starts the backward visits
+    loss        the last stage's y gives the loss, whose cotangent starts the backward visits
     backward    d_y = d_inputs of the stage after, a tick ago; the last stage takes the loss's
                 d_weights, d_x = derivative from the residuals in the ring; d_weights add up
 """

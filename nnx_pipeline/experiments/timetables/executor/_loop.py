@@ -4,9 +4,9 @@ Each tick runs under a `shard_map` that is manual over `stage` alone, so that a 
 stages and one row of the timetable:
 
     entering = enter(…) in the ticks in which a microbatch enters    all devices together
-    state, given = switch(row.branch, branches, state, row)          a visit, or nothing
-    messages takes what this rank, the one before and the one after have given
-    loss, and the gradients of both ends, when a microbatch leaves or is back
+    state, message = switch(row.branch, branches, state, row)        a visit, or nothing
+    messages takes what this rank, the rank before and the rank after send
+    loss, and the gradients of `enter` and `leave`, when a microbatch leaves or is back
 """
 
 import functools
@@ -139,7 +139,7 @@ class _Ticks:
     inputs: Inputs
 
     def start(self) -> tuple[RankState, EndTotals | None]:
-        """The state of all ranks, `[stages, …]`, and the totals of ends that all devices run."""
+        """The state of all ranks, `[stages, …]`, and the totals of what all devices run."""
         dtype, fill = self.loop.grad_dtype, self.loop.bubble_fill
 
         def local(rank: Rank, x: PyTree) -> RankState:
@@ -227,7 +227,7 @@ class _Ticks:
     def _pass_outer(
         self, totals: EndTotals | None, at: OuterTicks, message: PyTree
     ) -> EndTotals | None:
-        """The totals of the ends that all devices run, after a tick.
+        """The totals of `enter` and `leave`, if all devices run them, after a tick.
 
         - `at`: which microbatches pass.
         - `message`: what the ranks have given, `[stages, …]`.

@@ -14,7 +14,7 @@ from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers, zero_gradie
 
 
 class EndTotals(NamedTuple):
-    """What adds up in both ends; gradients are None where only the loss is asked for."""
+    """What adds up in `enter` and `leave`; gradients are None where only the loss is asked for."""
 
     loss: Array
     enter: PyTree
@@ -24,7 +24,7 @@ class EndTotals(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstAndLast:
-    """Both ends of a model.
+    """The functions before and after the stages of a model.
 
     - `functions`: `enter` and `leave`, each with what it closes over as a first argument.
     - `weights`: of `enter` and of `leave`.

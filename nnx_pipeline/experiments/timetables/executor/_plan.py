@@ -78,7 +78,7 @@ class TimetablePlan:
     """A timetable as arrays that a loop over ticks reads.
 
     - `rows`: one row per tick and rank.
-    - `outer_ticks`: what all ranks know of both ends of the model.
+    - `outer_ticks`: when microbatches pass `enter` and `leave`.
     - `edges`: the ranks of the first and of the last stage.
     - `branches`: the different things that ranks do.
     - `messages`: how many message slots a rank has; one more, the last, takes what nobody needs.
