@@ -263,7 +263,7 @@ def simulated(actions: Actions, plan: TimetablePlan) -> None:
                 assert rings[rank][ring] == (stage, microbatch)
                 gave[rank] = ("d", stage - 1, microbatch) if kind != "W" else None
         for rank in range(ranks):
-            for column, sender in (("own", 0), ("before", -1), ("after", 1)):
+            for column, sender in (("same", 0), ("before", -1), ("after", 1)):
                 slot = int(getattr(rows, column)[step, rank])
                 if slot < plan.messages:
                     messages[rank][slot] = gave[(rank + sender) % ranks]
