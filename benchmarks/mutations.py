@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "one = self.remat.checkpoint(one, in_scan=in_scan)",
+        "call = self.remat.checkpoint(call, in_scan=in_scan)",
         "pass",
         "test_remat",
     ),
@@ -180,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/_tick.py",
-        "return loss + loss_of_one, gradients, d_output",
-        "return loss_of_one, gradients, d_output",
+        "return loss + new_loss, so_far, d_output",
+        "return new_loss, so_far, d_output",
         "test_one_f_one_b",
     ),
     Mutation(
@@ -372,7 +372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "            x, layer = gradients_in_turn(x, layer)\n",
+        "            x, layer = await_gradient(x, layer)\n",
         "",
         "test_remat",
     ),
@@ -420,8 +420,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/sharding/layout.py",
-        "return tuple(axis for axis in own if sizes.get(axis, 1) > 1)",
-        "return tuple(axis for axis in own[:1] if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in mesh_axes if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in mesh_axes[:1] if sizes.get(axis, 1) > 1)",
         "test_model test_loss",
     ),
     Mutation(
@@ -678,8 +678,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/variables.py",
-        "value = jnp.mean(value.value, axis=2)",
-        "value = value.value[:, :, -1]",
+        "else jnp.mean(stored, axis=2)",
+        "else stored[:, :, -1]",
         "test_layer_state",
     ),
     Mutation(
@@ -708,7 +708,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/layers.py",
-        "        checks.check_same(one, other)\n",
+        "        checks.check_same(layer, other)\n",
         "",
         "test_wrong_uses",
     ),
@@ -744,8 +744,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/_grouped/order.py",
-        "jnp.where((places < order.used)[:, None], own, 0)",
-        "own",
+        "jnp.where((places < order.used)[:, None], picked, 0)",
+        "picked",
         "test_grouped_experts",
     ),
     Mutation(
@@ -882,8 +882,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "in_scan = not self.apart and self.number > 1",
-        "in_scan = not self.apart",
+        "in_scan = not self.unrolled and self.number > 1",
+        "in_scan = not self.unrolled",
         "test_remat",
     ),
     Mutation(
@@ -906,8 +906,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/_router.py",
-        "kept = scores + bias if bias is not None and routing.weighs_bias else wide",
-        "kept = scores if bias is not None and routing.weighs_bias else wide",
+        "weighed = scores + bias if bias is not None and routing.weighs_bias else wide",
+        "weighed = scores if bias is not None and routing.weighs_bias else wide",
         "test_families",
     ),
     Mutation(

@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from rich import progress
@@ -49,19 +48,19 @@ class Checks:
 @_command()
 def run_inspect(checkpoint: str, json_path: str | None) -> None:
     check_writable(json_path, "--json")
-    found = inspect(checkpoint)
-    layout = found.layout
-    dtypes = Counter(leaf.dtype for leaf in found.parameters.values())
+    contents = inspect(checkpoint)
+    layout = contents.layout
+    dtypes = Counter(leaf.dtype for leaf in contents.parameters.values())
     kinds = ", ".join(f"{dtype} ({count} leaves)" for dtype, count in dtypes.items())
     dense = f" ({layout.num_dense_layers} of them dense)" if layout.num_dense_layers else ""
     show(
         f"{layout.format}: {counted(layout.num_layers, 'layer')}{dense}, "
         f"{counted(layout.stages, 'stage')}, {counted(layout.repeats, 'repeat')}; "
-        f"{found.parameter_count:,} parameters in {kinds}; {_others(list(found.other))}",
+        f"{contents.parameter_count:,} parameters in {kinds}; {_others(list(contents.other))}",
         json_path=json_path,
     )
-    show(_inspection(found), json_path=json_path)
-    emit_json(json_path, _as_json(found))
+    show(_inspection(contents), json_path=json_path)
+    emit_json(json_path, _as_json(contents))
 
 
 def _others(names: list[str]) -> str:
@@ -71,16 +70,16 @@ def _others(names: list[str]) -> str:
     return f"{count} ({roots})" if names else "no other leaves"
 
 
-def _as_json(found: Inspection) -> dict[str, object]:
+def _as_json(contents: Inspection) -> dict[str, object]:
     return {
         "schema": 1,
-        "layout": found.layout.format,
-        "num_layers": found.layout.num_layers,
-        "stages": found.layout.stages,
-        "repeats": found.layout.repeats,
-        "parameter_count": found.parameter_count,
-        "parameters": {name: vars(leaf) for name, leaf in found.parameters.items()},
-        "other": {name: vars(leaf) for name, leaf in found.other.items()},
+        "layout": contents.layout.format,
+        "num_layers": contents.layout.num_layers,
+        "stages": contents.layout.stages,
+        "repeats": contents.layout.repeats,
+        "parameter_count": contents.parameter_count,
+        "parameters": {name: vars(leaf) for name, leaf in contents.parameters.items()},
+        "other": {name: vars(leaf) for name, leaf in contents.other.items()},
     }
 
 
@@ -89,18 +88,18 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
     """Shows what a model would take from a checkpoint; raises Failed unless everything fits."""
     check_writable(json_path, "--json")
     config = read_config(config_name, checkpoint)
-    found = diagnose(checkpoint, config)
+    diagnosis = diagnose(checkpoint, config)
     if checks.numerics:
-        checking.check_comparable(found)
-    result: dict[str, Any] = {**found.to_json(), "read_bytes": None, "numerics": None}
-    if found.format is not None:  # else the error says all there is to say
-        show(_diagnosis(found), json_path=json_path)
-    problems = list(found.comparison.problems)
+        checking.check_comparable(diagnosis)
+    result: dict[str, object] = {**diagnosis.to_json(), "read_bytes": None, "numerics": None}
+    if diagnosis.format is not None:  # else the error says all there is to say
+        show(_diagnosis(diagnosis), json_path=json_path)
+    problems = list(diagnosis.comparison.problems)
     if checks.read and not problems:
         try:
             with _byte_bar("reading", None) as passed:
                 result["read_bytes"] = read_everything(
-                    found, config, allow_nan=checks.allow_nan, progress=passed
+                    diagnosis, config, allow_nan=checks.allow_nan, progress=passed
                 )
         except Mismatch as error:
             problems.append(str(error))
@@ -131,24 +130,24 @@ def _last_names(path: str) -> str:
     return path if len(names) <= 5 else "/".join(["…", *names[-4:]])
 
 
-def _inspection(found: Inspection) -> Columns:
+def _inspection(contents: Inspection) -> Columns:
     """A table of all parameters with shapes and dtypes; narrow screens get the end of names."""
     head = Column("parameter", shorter=_last_names)
     table = Columns([head, Column("shape", 1), Column("dtype", 2)])
-    for name, leaf in found.parameters.items():
+    for name, leaf in contents.parameters.items():
         table.add_row(name, "×".join(map(str, leaf.shape)), leaf.dtype)
     return table
 
 
-def _diagnosis(found: checking.Diagnosis) -> RenderableType:
+def _diagnosis(diagnosis: checking.Diagnosis) -> RenderableType:
     """A table that counts leaves by how they fit, and below it the leaves that do not."""
-    result = found.comparison
+    result = diagnosis.comparison
     kinds = ("matched", "missing", "extra", "reshaped", "recast", "ignored")
     counts = {kind: len(getattr(result, kind)) for kind in kinds}
     counts["randomly initialised"] = len(result.fresh)
     head = (
-        f"{found.format}: {counted(found.num_layers, 'layer')}, {counted(found.stages, 'stage')}, "
-        f"{counted(found.repeats, 'repeat')}"
+        f"{diagnosis.format}: {counted(diagnosis.num_layers, 'layer')}, "
+        f"{counted(diagnosis.stages, 'stage')}, {counted(diagnosis.repeats, 'repeat')}"
     )
     table = Columns([Column("leaves"), *number_columns("number")])
     for row in counts.items():
@@ -157,7 +156,7 @@ def _diagnosis(found: checking.Diagnosis) -> RenderableType:
     rows += [f"  {problem}" for problem in result.problems]
     if len(rows) > _SHOWN:
         rows = [*rows[:_SHOWN], f"  and {len(rows) - _SHOWN} more; --json PATH has them all"]
-    rows += [f"  {found.optimizer}"] if found.optimizer else []
+    rows += [f"  {diagnosis.optimizer}"] if diagnosis.optimizer else []
     return Group(head, table, *map(_text, rows))
 
 

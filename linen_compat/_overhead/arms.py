@@ -181,8 +181,8 @@ def _linen(module: nn.Module, config: Config) -> LayersProgram:
 
 
 def _linen_init(module: nn.Module, config: Config) -> Callable[[Array], PyTree]:
-    one = example(config)
-    return lambda key: nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
+    x = example(config)
+    return lambda key: nn.meta.unbox(module.init(key, jnp.zeros(x.shape, x.dtype)))
 
 
 def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
@@ -193,7 +193,7 @@ def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
     def init_nnx(key: Array) -> PyTree:
         return arm.make(config, nnx.Rngs(params=key))
 
-    init_one = _linen_init(layer, config) if layer else init_nnx
+    init_layer = _linen_init(layer, config) if layer else init_nnx
     stages = mesh.shape["stage"]
     repeats = config.model.num_layers // stages
     schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)
@@ -201,7 +201,7 @@ def _pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
     def init() -> PyTree:
         keys = jax.random.split(jax.random.key(0), repeats * stages).reshape(repeats, stages)
         keys = place(keys, P(None, "stage"))
-        return jax.vmap(jax.vmap(init_one, spmd_axis_name="stage"))(keys)
+        return jax.vmap(jax.vmap(init_layer, spmd_axis_name="stage"))(keys)
 
     def stage(stack: PyTree, x: Array, side: None) -> tuple[Array, dict[str, Array]]:
         return apply(stack, x)[0], {}

@@ -187,30 +187,30 @@ def _measure_loop(
     ]
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         # Once without timing, so that imports at first use do not count for the first arm.
-        samples[0].attempt(lambda one: _lowered(one.make()))
+        samples[0].attempt(lambda sample: _lowered(sample.make()))
         for repetition in range(repetitions):
-            turn = repetition % len(samples)  # so that no arm always comes first
-            for one in (*samples[turn:], *samples[:turn]):
-                progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
-                one.attempt(_measure_once)
-        for one in samples:
-            progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
-            one.attempt(_measure_beside)
+            first = repetition % len(samples)  # so that no arm always comes first
+            for sample in (*samples[first:], *samples[:first]):
+                progress(f"{loop}: {sample.arm.name}, repetition {repetition + 1} of {repetitions}")
+                sample.attempt(_measure_once)
+        for sample in samples:
+            progress(f"{loop}: {sample.arm.name}, compiling, host memory and calls")
+            sample.attempt(_measure_compiled)
         progress(f"{loop}: dispatch")
         for _ in range(DISPATCHES):
-            for one in samples:
-                one.attempt(_dispatch)
-    by_name = {one.arm.name: one for one in samples}
+            for sample in samples:
+                sample.attempt(_dispatch)
+    by_name = {sample.arm.name: sample for sample in samples}
     return [
         OverheadRow(
             loop=loop,
-            arm=one.arm.name,
-            native=one.arm.native,
-            figures=one.figures(),
-            ratios=_ratios(one, by_name.get(one.arm.native)),
-            error=one.error,
+            arm=sample.arm.name,
+            native=sample.arm.native,
+            figures=sample.figures(),
+            ratios=_ratios(sample, by_name.get(sample.arm.native)),
+            error=sample.error,
         )
-        for one in samples
+        for sample in samples
     ]
 
 
@@ -227,41 +227,41 @@ def _lowered(
     forget_blueprints()
     started = time.process_time()
     params = program.place(jax.eval_shape(program.init))
-    made = time.process_time()
+    after_init = time.process_time()
     with profiled:
         traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
-        found = time.process_time()
+        after_trace = time.process_time()
         lowered = traced.lower()
-        ended = time.process_time()
-    note("abstract_init", made - started)
-    note("trace", found - made)
-    note("lower", ended - found)
-    note("trace_and_lower", ended - made)
+        after_lower = time.process_time()
+    note("abstract_init", after_init - started)
+    note("trace", after_trace - after_init)
+    note("lower", after_lower - after_trace)
+    note("trace_and_lower", after_lower - after_init)
     return params, lowered
 
 
-def _measure_once(one: _Samples) -> None:
-    program = one.make()
+def _measure_once(sample: _Samples) -> None:
+    program = sample.make()
     gc.collect()  # or the garbage of other arms would be collected in this one's time
     gc.disable()
     try:
-        _lowered(program, one.add)
+        _lowered(program, sample.add)
     finally:
         gc.enable()
 
 
-def _measure_beside(one: _Samples) -> None:
+def _measure_compiled(sample: _Samples) -> None:
     """Compiles, and measures host memory and calls."""
-    program = one.make()
+    program = sample.make()
     params, lowered = _lowered(program)
     started = time.perf_counter()
     compiled = lowered.compile()
-    one.add("compile", time.perf_counter() - started)
+    sample.add("compile", time.perf_counter() - started)
     memory = compiled.memory_analysis()
     assert memory is not None, "the compiler of the CPU says it"
-    one.counts["temp_bytes"] = memory.temp_size_in_bytes
+    sample.counts["temp_bytes"] = memory.temp_size_in_bytes
     module = parse(compiled.as_text() or "")
-    one.counts["hlo_instructions"] = sum(
+    sample.counts["hlo_instructions"] = sum(
         len(computation.instructions) for computation in module.computations.values()
     )
     # The gradients take as much as the parameters, which are among the arguments.
@@ -270,15 +270,15 @@ def _measure_beside(one: _Samples) -> None:
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding),
             (params, program.x),
         )
-        one.step = lambda: compiled(*arguments)
+        sample.step = lambda: compiled(*arguments)
     gc.collect()
     tracemalloc.start()
     try:
         _lowered(program)
-        one.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
+        sample.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    one.counts["python_calls"] = count_calls(program)
+    sample.counts["python_calls"] = count_calls(program)
 
 
 def count_calls(program: LayersProgram) -> int:
@@ -288,27 +288,27 @@ def count_calls(program: LayersProgram) -> int:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-def _dispatch(one: _Samples) -> None:
-    if one.step is None:
+def _dispatch(sample: _Samples) -> None:
+    if sample.step is None:
         return
     started = time.perf_counter()
-    result = one.step()
-    one.add("dispatch", time.perf_counter() - started)
+    result = sample.step()
+    sample.add("dispatch", time.perf_counter() - started)
     jax.block_until_ready(result)
 
 
-def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:
+def _ratios(samples: _Samples, native: _Samples | None) -> dict[str, float | None]:
     """Each figure over the native one; None where either is missing, or the native one is 0."""
 
     def ratio(name: str) -> float | None:
-        if native is None or own.error or native.error:
+        if native is None or samples.error or native.error:
             return None
-        if name in own.seconds and name in native.seconds:
+        if name in samples.seconds and name in native.seconds:
             # Within a repetition, what else the machine did slowed both arms alike.
-            pairs = zip(own.seconds[name], native.seconds[name], strict=True)
+            pairs = zip(samples.seconds[name], native.seconds[name], strict=True)
             ratios = [mine / base for mine, base in pairs if base]
             return round(median(ratios), 4) if ratios else None
-        mine, base = own.counts.get(name), native.counts.get(name)
+        mine, base = samples.counts.get(name), native.counts.get(name)
         return round(mine / base, 4) if mine is not None and base else None
 
     return {name: ratio(name) for name in FIGURES}

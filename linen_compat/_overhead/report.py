@@ -109,10 +109,10 @@ def _draw(axes: "Axes", loop: str, rows: Sequence[OverheadRow]) -> None:
     lower = [row.figures.lower or 0.0 for row in rows]
     axes.barh(places, trace, color=_TRACE, label="trace")
     axes.barh(places, lower, left=trace, color=_LOWER, label="lower")
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         ratio = row.ratios["trace_and_lower"]
         text = "not measured" if ratio is None else f"{ratio:.2f}× {row.native}"
-        end = (trace[place] + lower[place], place)
+        end = (trace[index] + lower[index], index)
         axes.annotate(
             text, end, (4, 0), textcoords="offset points", va="center", fontsize=8, color=_INK
         )

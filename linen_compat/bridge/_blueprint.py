@@ -126,9 +126,9 @@ def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
             count = (*path[:-1], "count")
             streams.append(Stream(path, count, variable.tag, variable.get_value().shape))
         elif not isinstance(variable, nnx.RngState):
-            own, shape = tuple(map(str, path)), tuple(variable.get_value().shape)
-            linen = (collection_of(variable), *renamed.get(own, own))
-            slots.append(BridgedVariable(path, linen, shape, _boxing(variable, renamed.get(own))))
+            parts, shape = tuple(map(str, path)), tuple(variable.get_value().shape)
+            linen = (collection_of(variable), *renamed.get(parts, parts))
+            slots.append(BridgedVariable(path, linen, shape, _boxing(variable, renamed.get(parts))))
     shapes = {slot.linen: slot.shape for slot in slots}
     if len(shapes) < len(slots):
         raise InputError(f"two variables of {recipe.name} get the same path in Linen; rename one")
@@ -150,7 +150,7 @@ def collection_of(variable: Variable) -> str:
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 
-def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
+def _boxing(variable: Variable, parts: Path | None) -> Callable[[Array], PyTree]:
     """Puts an array into a Linen box with the metadata of this variable."""
     metadata = variable.get_metadata()
     if "linen_box" in metadata:
@@ -158,7 +158,7 @@ def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
         return boxed
     if metadata.get("logical_axes") is not None:
         names = tuple(metadata["logical_axes"])
-        axes = linen_axes(own) if own is not None else ()
+        axes = linen_axes(parts) if parts is not None else ()
         # MaxText's names are known for the layer's own axes, which come last; the names of a stack
         # of layers before them stay.
         names = (*names[: len(names) - len(axes)], *axes)
@@ -173,4 +173,4 @@ def takes_rngs(kind: type[nnx.Module]) -> bool:
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()
-    return any(one.name == "rngs" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(each.name == "rngs" or each.kind is each.VAR_KEYWORD for each in parameters)

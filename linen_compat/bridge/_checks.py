@@ -55,7 +55,7 @@ def check_arguments(
 
 def check_method(module: object, name: object, *, of: str) -> None:
     if not isinstance(name, str) or not callable(getattr(module, name, None)):
-        methods = [one for one in dir(type(module)) if not one.startswith("_")]
+        methods = [each for each in dir(type(module)) if not each.startswith("_")]
         raise InputError(f"{of} has no method {name!r}; {nearest(str(name), methods)}")
 
 

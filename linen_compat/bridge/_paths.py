@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,7 @@ from nnx_pipeline import (
 Path = tuple[str, ...]
 Tree = Mapping[str, PyTree]
 Flat = Mapping[Path, PyTree]  # the leaves of a tree by their paths
-Variable = nnx.Variable[Any]
+Variable = nnx.Variable[PyTree]
 Axes = tuple[str | None, ...]
 
 _LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
@@ -122,13 +121,13 @@ def linen_paths(module: nnx.Module) -> dict[Path, Path]:
 
     The outermost such class decides the names below it.
     """
-    found: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}
     # Outer modules come first, and `setdefault` keeps the names that they give.
     for at, inner in sorted(nnx.iter_modules(module), key=lambda pair: len(pair[0])):
         prefix = tuple(map(str, at))
         for entry in table_of(inner):
-            found.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
-    return found
+            paths.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
+    return paths
 
 
 def flatten(tree: Tree) -> dict[Path, PyTree]:
@@ -149,13 +148,13 @@ def unboxed_shape(leaf: PyTree) -> PyTree:
     return jax.tree.map(np.shape, unboxed(leaf))
 
 
-def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
+def check_leaves(leaves: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
     """Raises InputError for a leaf that is unknown, missing, or of another shape than wanted.
 
     Paths begin with the collection; `at` is the path of the module within the outer one.
     """
-    unknown = [path for path in given if path not in wanted]
-    missing = [path for path in wanted if path not in given]
+    unknown = [path for path in leaves if path not in wanted]
+    missing = [path for path in wanted if path not in leaves]
     if unknown:
         name = _name(unknown[0], at)
         cure = _nearest(name, [_name(path, at) for path in missing or wanted])
@@ -163,13 +162,13 @@ def check_leaves(given: Flat, wanted: Flat, *, of: str, at: Path = ()) -> None:
     if missing:
         raise InputError(
             f"{_name(missing[0], at)}, a variable of {of}, is not in the tree{_more(missing)}; "
-            f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
+            f"{_nearest(_name(missing[0], at), [_name(path, at) for path in leaves])}"
         )
     for path, shape in wanted.items():
-        found = unboxed_shape(given[path])
-        if found != shape:
+        actual = unboxed_shape(leaves[path])
+        if actual != shape:
             raise InputError(
-                f"{_name(path, at)} has shape {found} and {of} needs {shape}; "
+                f"{_name(path, at)} has shape {actual} and {of} needs {shape}; "
                 "give arrays that were made for a model of the same sizes"
             )
 

@@ -1,7 +1,6 @@
 """Wraps NNX classes as Linen modules."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 from flax import linen as nn
@@ -68,9 +67,9 @@ def to_linen(
             f"to_linen({kind.__name__}, …) got rngs={type(options['rngs']).__name__}, but the "
             "module takes its random numbers from Linen; leave it out"
         )
-    given = {**options, "rngs": None} if takes_rngs(kind) else options
-    check_arguments(kind.__init__, args, given, of=f"the constructor of {kind.__name__}")
-    check_configs(kind.__init__, args, given, of=kind.__name__)
+    arguments = {**options, "rngs": None} if takes_rngs(kind) else options
+    check_arguments(kind.__init__, args, arguments, of=f"the constructor of {kind.__name__}")
+    check_configs(kind.__init__, args, arguments, of=kind.__name__)
     recipe = Recipe(kind, args, tuple(sorted(options.items())))
     try:
         hash(recipe)
@@ -89,7 +88,7 @@ class NNXAsLinen(nn.Module):
     recipe: Recipe
 
     @nn.compact
-    def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
+    def __call__(self, *args: object, nnx_method: str = "__call__", **kwargs: object) -> PyTree:
         """Calls the NNX module, or its method `nnx_method`.
 
         Raises InputError when the variables are not those of the module, there is no such method,
@@ -123,9 +122,9 @@ class NNXAsLinen(nn.Module):
             self._put_back(plan, boxes, before, after)
         return out
 
-    def _method(self, module: nnx.Module, name: str) -> Callable[..., Any]:
+    def _method(self, module: nnx.Module, name: str) -> Callable[..., PyTree]:
         check_method(module, name, of=self.recipe.name)
-        method: Callable[..., Any] = getattr(module, name)
+        method: Callable[..., PyTree] = getattr(module, name)
         return method
 
     def _typed_key(self, name: str) -> Array:
@@ -190,13 +189,13 @@ class NNXAsLinen(nn.Module):
         if new:
             self._put(new, boxes)
 
-    def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
+    def _put(self, new: dict[Path, PyTree], siblings: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.
 
         Linen replaces everything below one name at a time, so what is beside is written again.
         """
         changed = {path[:2] for path in new}
-        kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
-        for collection, tree in unflatten_dict({**kept, **new}).items():
+        unchanged = {path: leaf for path, leaf in (siblings or {}).items() if path[:2] in changed}
+        for collection, tree in unflatten_dict({**unchanged, **new}).items():
             for name, value in tree.items():
                 self.put_variable(collection, name, value)

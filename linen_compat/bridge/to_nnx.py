@@ -97,11 +97,11 @@ def to_nnx(
     sown = frozenset(path for path in boxes if note.has(path))
     leaves = boxes
     if variables is not None:
-        given = flatten(variables)
-        read = {path: leaf for path, leaf in given.items() if not note.has(path)}
+        flat = flatten(variables)
+        read = {path: leaf for path, leaf in flat.items() if not note.has(path)}
         wanted = {path: paths.unboxed_shape(boxes[path]) for path in boxes if path not in sown}
         paths.check_leaves(read, wanted, of=type(module).__name__)
-        leaves = given | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
+        leaves = flat | {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
     slots = tuple((paths.nnx_path(module, path[1:]), path) for path in boxes)
     made_here = [_variable(path[0], boxes[path], leaves[path]) for path in boxes]
     return LinenAsNNX(module, slots, sown, made_here, streams, names)
@@ -110,7 +110,7 @@ def to_nnx(
 class _Sown:
     """Notes where modules sow."""
 
-    _one_at_a_time = threading.RLock()
+    _lock = threading.RLock()
 
     def __init__(self) -> None:
         self._paths: set[Path] = set()
@@ -127,7 +127,7 @@ class _Sown:
         parent may sow for a child before it calls it.
         """
         thread = threading.get_ident()
-        with self._one_at_a_time:
+        with self._lock:
             plain = nn.Module.sow
 
             def sow(module: nn.Module, col: str, name: str, *args: Any, **options: Any) -> bool:
@@ -175,11 +175,11 @@ class LinenAsNNX(nnx.Module):
 
     def __call__(
         self,
-        *args: Any,
+        *args: object,
         rngs: nnx.Rngs | Mapping[str, Array] | None = None,
-        method: str | Callable[..., Any] | None = None,
+        method: str | Callable[..., object] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> PyTree:
         """Applies the Linen module, or another method of it, given by name or as a function.
 
         `rngs` are streams or keys by name, instead of the streams that the module keeps. Raises
@@ -203,11 +203,11 @@ class LinenAsNNX(nnx.Module):
         except NoKey as error:  # of an NNX module within this one
             if not self.deterministic:
                 raise
-            raise self._not_told("draws random numbers", error) from error
+            raise self._eval_error("draws random numbers", error) from error
         except flax.errors.ModifyScopeVariableError as error:
             if not self.use_running_average:
                 raise
-            raise self._not_told("changes running statistics", error) from error
+            raise self._eval_error("changes running statistics", error) from error
         if not mutable:
             return out
         out, updates = out
@@ -216,7 +216,7 @@ class LinenAsNNX(nnx.Module):
 
     def _needs_stream(self, error: Exception) -> InputError:
         if self.deterministic:
-            return self._not_told("draws random numbers", error)
+            return self._eval_error("draws random numbers", error)
         return InputError(
             f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
             f"was not given ({_first(error)}); give to_nnx one, such as "
@@ -225,7 +225,7 @@ class LinenAsNNX(nnx.Module):
             "rngs={'dropout': key}"
         )
 
-    def _not_told(self, does: str, error: Exception) -> InputError:
+    def _eval_error(self, does: str, error: Exception) -> InputError:
         return InputError(
             f"{type(self.linen_module).__name__} {does} after eval() ({_first(error)}), as a Linen "
             "module is told by its own arguments and fields; call it with that argument, such as "
@@ -295,8 +295,8 @@ def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
         if name not in vars(node):
             setattr(node, name, nnx.Dict())
         node = vars(node)[name]
-    held = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
-    if not isinstance(held, nnx.Intermediate | None):
+    present = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
+    if not isinstance(present, nnx.Intermediate | None):
         raise InputError(
             f"two variables would be called {'.'.join(path)}, as NNX has no collections to tell "
             "them apart; rename one of them in the Linen module"
@@ -324,8 +324,8 @@ def _keys_and_streams(
         return {PARAMS: jax.random.key(rngs) if isinstance(rngs, int | np.integer) else rngs}, None
     names = [name for name in rngs if name not in (PARAMS, "default")]
     keys = {PARAMS: rngs.params(), **{name: rngs[name]() for name in names}}
-    kept = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None
-    return keys, kept
+    streams = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None
+    return keys, streams
 
 
 def _key(source: nnx.RngStream | Array) -> Array:

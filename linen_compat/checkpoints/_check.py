@@ -49,7 +49,7 @@ class Diagnosis:
     optimizer: str | None = None
 
     def to_json(self) -> Json:
-        found = self.comparison
+        comparison = self.comparison
         return {
             "schema": 1,
             "checkpoint": str(self.checkpoint),
@@ -57,10 +57,10 @@ class Diagnosis:
             "num_layers": self.num_layers,
             "stages": self.stages,
             "repeats": self.repeats,
-            "fits": not found.problems,
+            "fits": not comparison.problems,
             "optimizer": self.optimizer,
-            **dataclasses.asdict(found),
-            "fresh": found.fresh,
+            **dataclasses.asdict(comparison),
+            "fresh": comparison.fresh,
         }
 
 
@@ -84,12 +84,12 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
     try:
         if is_huggingface(checkpoint):
             comparison = huggingface.compare_folder(checkpoint, config.model)
-            layers = huggingface.own_config(checkpoint).model.num_layers
+            layers = huggingface.folder_config(checkpoint).model.num_layers
             return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
-        found = inspect(checkpoint)
-        layout, judged = found.layout, _judged(found)
+        contents = inspect(checkpoint)
+        layout, judged = contents.layout, _judged(contents)
         comparison = compare_to_load(judged, config.model)
-        optimizer = _of_optimizer(found, comparison, config)
+        optimizer = _of_optimizer(contents, comparison, config)
         if not comparison.problems:
             wrong = problem_of(read_scalars(judged))
             comparison.notes.extend([wrong] if wrong else [])
@@ -97,24 +97,24 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
         none = Comparison(notes=[str(error)])
         return Diagnosis(Path(checkpoint), None, None, None, None, none)
     numbers = (layout.num_layers, layout.stages, layout.repeats)
-    return Diagnosis(found.items, layout.format, *numbers, comparison, optimizer)
+    return Diagnosis(contents.items, layout.format, *numbers, comparison, optimizer)
 
 
-def _judged(found: Inspection) -> Inspection:
+def _judged(contents: Inspection) -> Inspection:
     """All of a checkpoint, or its parameters alone beside another optimizer's state."""
-    return found.parameters_alone if found.other_optimizer else found
+    return contents.parameters_alone if contents.other_optimizer else contents
 
 
-def _of_optimizer(found: Inspection, comparison: Comparison, config: Config) -> str | None:
+def _of_optimizer(contents: Inspection, comparison: Comparison, config: Config) -> str | None:
     """A sentence about the optimizer's state, where a reader needs one; else None."""
-    if other := found.other_optimizer:
+    if other := contents.other_optimizer:
         return (
             f"{other}: linen_compat.load and convert --parameters-only leave it out, "
             "linen_compat.load_train_state refuses it"
         )
-    if not found.optimizer or not comparison.problems:
+    if not contents.optimizer or not comparison.problems:
         return None
-    alone = compare_to_load(found.parameters_alone, config.model)
+    alone = compare_to_load(contents.parameters_alone, config.model)
     if alone.problems:
         return None
     return "the parameters alone fit: linen_compat.load and convert --parameters-only take them"
@@ -141,20 +141,20 @@ def read_everything(
             if part is not None:
                 streams.check_finite(array, read.name, allow_nan=allow_nan)
                 streams.check_sign(array, read.name, part)
-                found = suspicion(
+                problem = suspicion(
                     array, part, rows_may_be_zero=read.of_tokens, all_may_be_zero=read.may_be_zero
                 )
-                if found:
-                    strange.setdefault(read.name, found)
+                if problem:
+                    strange.setdefault(read.name, problem)
             total += array.nbytes
             progress(read.name, array.nbytes)
     if diagnosis.format != HUGGINGFACE:
         strange = {**_zeros_as_stored(diagnosis, config), **strange}
     if strange:
         raise Mismatch(
-            f"{first_of([f'{name} {found}' for name, found in strange.items()])}; every byte could "
-            "be read, but such values suggest a damaged file: compare it with another copy, or "
-            "take an earlier checkpoint"
+            f"{first_of([f'{name} {problem}' for name, problem in strange.items()])}; every byte "
+            "could be read, but such values suggest a damaged file: compare it with another copy, "
+            "or take an earlier checkpoint"
         )
     return total
 
@@ -181,10 +181,10 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
             is_bias = name.endswith(ROUTER_BIAS.huggingface)
             yield _Read(name, files.read(name, ()), part, of_tokens, is_bias)
         return
-    found = _judged(inspect(diagnosis.checkpoint))
-    source = OrbaxSource(found, model_arrays(config.model))
-    stored = StoredArrays(found.items)
-    for leaf in (*found.scalars.values(), *found.ignored.values()):
+    contents = _judged(inspect(diagnosis.checkpoint))
+    source = OrbaxSource(contents, model_arrays(config.model))
+    stored = StoredArrays(contents.items)
+    for leaf in (*contents.scalars.values(), *contents.ignored.values()):
         yield _Read(leaf.stored, stored.read(leaf.stored))
     tokens, natural = {names.nnx for names in TOKENS}, _may_be_zero(config)
     for part in source.parts:
@@ -199,9 +199,9 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
     # A lost block is contiguous on disk; in memory it may be spread over the layers of a stack.
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
     left_out = PATHS_OUTSIDE | _may_be_zero(config)
-    stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
-    found = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
-    return {name: strange for name, strange in found.items() if strange}
+    stored = {source.name(*slot): slot for slot in walk(source) if slot[0] not in left_out}
+    zeros = {name: zeros_in_a_row(source.in_order(*slot)) for name, slot in stored.items()}
+    return {name: strange for name, strange in zeros.items() if strange}
 
 
 def _may_be_zero(config: Config) -> set[str]:
@@ -223,7 +223,7 @@ def check_comparable(diagnosis: Diagnosis) -> None:
 
 def compare_with_maxtext(checkpoint: str | Path, config: Config) -> FirstDifference:
     """Compares the loaded model with MaxText's mathematics, both in float32."""
-    found, largest = inspect(checkpoint), 0.0
+    contents, largest = inspect(checkpoint), 0.0
     config = for_mesh(config, None)
     model = dataclasses.replace(config.model, dtype="float32")
     config = dataclasses.replace(config, model=model)
@@ -231,12 +231,12 @@ def compare_with_maxtext(checkpoint: str | Path, config: Config) -> FirstDiffere
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=(2, length))
     with jax.default_matmul_precision("highest"):
         states = _states_of(load(checkpoint, config), jnp.asarray(tokens, jnp.int32))
-        expected = reference.hidden_states(found, model, tokens)
-        for (place, theirs), ours in zip(expected, states, strict=True):
+        expected = reference.hidden_states(contents, model, tokens)
+        for (name, theirs), ours in zip(expected, states, strict=True):
             scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
             difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
             if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
-                return FirstDifference(place, difference)
+                return FirstDifference(name, difference)
             largest = max(largest, difference)
     return FirstDifference(None, largest)
 

@@ -150,41 +150,41 @@ def open_checkpoint(source: From) -> Opened:
         config = huggingface.config_for(path, config)
         return Opened(huggingface.HuggingFaceSource(path, config.model), files, None, config)
     files = Unchanged(find_items(path))
-    found = whole = inspect(path)
-    if source.format not in (AUTO, found.layout.format):
+    contents = whole = inspect(path)
+    if source.format not in (AUTO, contents.layout.format):
         raise Mismatch(
-            f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
+            f"{whole.items} is {whole.layout.format}; pass --from {whole.layout.format} or auto"
         )
     if source.parameters_only:
-        found = whole.parameters_alone
+        contents = whole.parameters_alone
     elif whole.other_optimizer:
         raise Mismatch(
-            f"{found.items} has a state that cannot be converted: {whole.other_optimizer}; "
+            f"{contents.items} has a state that cannot be converted: {whole.other_optimizer}; "
             "convert the parameters alone with --parameters-only"
         )
     if config is None:
-        comparison, arrays = compare_with_itself(found)
+        comparison, arrays = compare_with_itself(contents)
     else:
-        comparison, arrays = compare_leaves(found, config.model), model_arrays(config.model)
-    comparison.require(found.items)
-    stream = OrbaxSource(found, arrays, parameters_only=source.parameters_only)
+        comparison, arrays = compare_leaves(contents, config.model), model_arrays(config.model)
+    comparison.require(contents.items)
+    stream = OrbaxSource(contents, arrays, parameters_only=source.parameters_only)
     check_scalars(stream.scalars)
     return Opened(
         stream,
         files,
-        found.layout,
+        contents.layout,
         config,
         unused=tuple(leaf.stored for leaf in whole.ignored.values()),
         optimizer=tuple(optimizer_names(whole.optimizer)) if source.parameters_only else (),
-        step_is_lost="step" in found.scalars and "step" not in stream.scalars,
+        step_is_lost="step" in contents.scalars and "step" not in stream.scalars,
     )
 
 
 def _target_layout(opened: Opened, target: To) -> TreeLayout:
-    source, own, stacked = opened.source, opened.layout, {PIPELINED, NNX}
+    source, layout, stacked = opened.source, opened.layout, {PIPELINED, NNX}
     stages, repeats = target.stages, target.repeats
-    if (stages, repeats) == (None, None) and own and {own.format, target.format} <= stacked:
-        stages, repeats = own.stages, own.repeats
+    if (stages, repeats) == (None, None) and layout and {layout.format, target.format} <= stacked:
+        stages, repeats = layout.stages, layout.repeats
     if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
     return TreeLayout(

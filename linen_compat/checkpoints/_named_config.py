@@ -7,7 +7,7 @@ from linen_compat.formats._orbax.inspect import existing_folder, inspect
 from linen_compat.formats._run_files import RUN_CONFIG, check_checksum
 from linen_compat.formats._streams import Mismatch
 from linen_compat.formats.huggingface._architectures import CONFIG_FILE
-from linen_compat.formats.huggingface._stream import is_huggingface, own_config
+from linen_compat.formats.huggingface._stream import folder_config, is_huggingface
 from linen_compat.formats.huggingface.config import config_from_huggingface
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
@@ -42,7 +42,7 @@ def stored_config(checkpoint: str | Path) -> Config | None:
     """The config of a Hugging Face folder, or of a run, step or items folder, if it has one."""
     folder = existing_folder(checkpoint)
     if is_huggingface(folder):
-        return own_config(folder)
+        return folder_config(folder)
     whole = folder.resolve()
     of_step = whole.parent if whole.name.isdecimal() else whole
     file = (whole.parents[1] if whole.name == "items" else of_step) / RUN_CONFIG

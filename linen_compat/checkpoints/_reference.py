@@ -19,18 +19,18 @@ _KERNELS = ("wi_0", "wi_1", "wo")
 
 
 def hidden_states(
-    found: Inspection, config: ModelConfig, tokens: np.ndarray
+    contents: Inspection, config: ModelConfig, tokens: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the embedding `[batch, seq, …]`, each layer's and the logits, with names."""
-    files = StoredArrays(found.items)
+    files = StoredArrays(contents.items)
 
     def weight(name: str, index: Index = ()) -> np.ndarray:
-        return files.read(found.parameters[name].stored, index).astype(np.float32)
+        return files.read(contents.parameters[name].stored, index).astype(np.float32)
 
     x = weight("token_embedder/embedding")[tokens]
     yield "token_embedder", x
     for layer in range(config.num_layers):
-        prefix, index = place_of(found, layer)
+        prefix, index = slot_of(contents, layer)
 
         def of_layer(name: str, prefix: str = prefix, index: Index = index) -> np.ndarray:
             return weight(f"{prefix}/{name}", index)
@@ -50,10 +50,10 @@ def _head(weight: Weight, config: ModelConfig) -> np.ndarray:
     return table.astype(jnp.dtype(rounded)).astype(np.float32) if rounded else table
 
 
-def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
+def slot_of(contents: Inspection, layer: int) -> tuple[str, Index]:
     """The path and the index of a layer, found by counting the layers in their order."""
-    layout = found.layout
-    dense, group = layout.num_dense_layers, "moe_layers" if found.is_latent else "layers"
+    layout = contents.layout
+    dense, group = layout.num_dense_layers, "moe_layers" if contents.is_latent else "layers"
     if layer < dense and layout.format == "maxtext:pipelined":
         return "decoder/dense_layers", (slice(None), layer)
     if layer < dense:
@@ -214,9 +214,9 @@ def _experts_of_deepseek(x: np.ndarray, weight: Weight, config: ModelConfig) -> 
     if config.router_groups > 1:
         grouped = ranked.reshape(*ranked.shape[:-1], config.router_groups, -1)
         best = np.sum(np.sort(grouped, axis=-1)[..., -2:], axis=-1)
-        kept = np.argsort(-best, axis=-1, kind="stable")[..., : config.router_groups_per_token]
+        top = np.argsort(-best, axis=-1, kind="stable")[..., : config.router_groups_per_token]
         open_ = np.zeros(best.shape, dtype=bool)
-        np.put_along_axis(open_, kept, values=True, axis=-1)
+        np.put_along_axis(open_, top, values=True, axis=-1)
         grouped = np.where(open_[..., None], grouped, -np.inf)
         ranked = grouped.reshape(ranked.shape)
     chosen = np.argsort(-ranked, axis=-1, kind="stable")[..., : config.num_experts_per_token]

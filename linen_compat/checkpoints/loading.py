@@ -60,7 +60,7 @@ def load(
         return load_from(open_source(inspect(checkpoint).parameters_alone, config), config, mesh)
 
 
-def open_source(found: Inspection, config: Config) -> OrbaxSource:
+def open_source(contents: Inspection, config: Config) -> OrbaxSource:
     """A checkpoint as a source of the parameters, once every leaf is accounted for."""
-    compare_to_load(found, config.model).require(found.items)
-    return OrbaxSource(found, model_arrays(config.model))
+    compare_to_load(contents, config.model).require(contents.items)
+    return OrbaxSource(contents, model_arrays(config.model))

@@ -73,12 +73,12 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     if format != NNX:
         check_maxtext(model.config.model)
     layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
-    own = (1, 1)
+    sizes = (1, 1)
     if format in (PIPELINED, NNX):
-        own = model.pipeline.num_stages, model.pipeline.config.num_repeats
+        sizes = model.pipeline.num_stages, model.pipeline.config.num_repeats
     stages, repeats = (
-        default if given is None else given
-        for given, default in zip((stages, repeats), own, strict=True)
+        default if number is None else number
+        for number, default in zip((stages, repeats), sizes, strict=True)
     )
     return TreeLayout(format, layers, stages, repeats, dense)
 

@@ -41,14 +41,14 @@ def load_train_state(
     """
     arguments.check_to_load(checkpoint, config, mesh)
     arguments.check_config("config", config, Config)  # a training state needs one
-    found = inspect(checkpoint)
-    _check_state(found)
-    source = open_source(found, config)
+    contents = inspect(checkpoint)
+    _check_state(contents)
+    source = open_source(contents, config)
     check_scalars(source.scalars)
     sharding = config.pipeline.sharding
     mesh = mesh or mesh_in_use() or make_mesh(MeshConfig(), jax.devices()[:1], sharding=sharding)
     config = for_mesh(config, mesh)
-    with Unchanged(found.items), jax.set_mesh(mesh):
+    with Unchanged(contents.items), jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
         optimizer = state.optimizer
         for moment in MOMENTS:
@@ -95,18 +95,18 @@ def save_train_state(
     write_orbax(source, checkpoint, layout_for(state.model, format, stages, repeats))
 
 
-def _check_state(found: Inspection) -> None:
+def _check_state(contents: Inspection) -> None:
     """Raises Mismatch unless there are AdamW's moments and count, nothing else, and the step."""
-    if other := found.other_optimizer:
+    if other := contents.other_optimizer:
         raise Mismatch(
-            f"{found.items} is not a training state that is read: {other}; "
+            f"{contents.items} is not a training state that is read: {other}; "
             "load the parameters alone with linen_compat.load"
         )
-    absent = [name for name in MOMENTS if name not in found.moments]
-    absent += [name for name in ("step", "count") if name not in found.scalars]
+    absent = [name for name in MOMENTS if name not in contents.moments]
+    absent += [name for name in ("step", "count") if name not in contents.scalars]
     if absent:
         raise Mismatch(
-            f"{found.items} is not a complete training state: it lacks {', '.join(absent)}; "
+            f"{contents.items} is not a complete training state: it lacks {', '.join(absent)}; "
             "load the parameters alone with linen_compat.load"
         )
 

@@ -71,17 +71,17 @@ class Comparison:
         ]
 
     def add(
-        self, name: str, found: ArraySpec | None, shape: tuple[int, ...], dtype: np.dtype | None
+        self, name: str, spec: ArraySpec | None, shape: tuple[int, ...], dtype: np.dtype | None
     ) -> None:
         """Adds a leaf that the model needs; any dtype fits where `dtype` is None."""
-        if found is None:
+        if spec is None:
             self.missing.append(name)
-        elif found.shape != shape:
-            self.reshaped.append(Difference(name, str([*found.shape]), str([*shape])))
+        elif spec.shape != shape:
+            self.reshaped.append(Difference(name, str([*spec.shape]), str([*shape])))
         else:
             self.matched.append(name)
-            if dtype is not None and found.dtype != dtype:
-                self.recast.append(Difference(name, found.dtype.name, dtype.name))
+            if dtype is not None and spec.dtype != dtype:
+                self.recast.append(Difference(name, spec.dtype.name, dtype.name))
 
     def require(self, where: object) -> None:
         """Raises Mismatch, naming leaves of `where`, unless every leaf is accounted for."""
@@ -96,15 +96,15 @@ def first_of(problems: list[str]) -> str:
     return "; ".join(problems[:_SHOWN]) + more
 
 
-def compare_leaves(found: Inspection, config: ModelConfig) -> Comparison:
+def compare_leaves(contents: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with a model; the attention scales may differ."""
-    return _compare(found, model_arrays(config), (config.num_layers, config.num_dense_layers))
+    return _compare(contents, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
 
-def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
+def compare_to_load(contents: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with a model that loads its arrays as they are."""
-    result = compare_leaves(found, config)
-    if found.layout.format != NNX:
+    result = compare_leaves(contents, config)
+    if contents.layout.format != NNX:
         try:
             check_maxtext(config)
         except InputError as error:
@@ -112,46 +112,46 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     # Where norms of queries are missing or left over, they are what is wrong, and not the scale.
     norms = tuple(slashed(names.nnx).removeprefix("attention/") for names in QK_NORMS)
     other = any(name.endswith(norms) for name in (*result.missing, *result.extra))
-    if found.attention_scale not in (None, config.attention_scale) and not other:
+    if contents.attention_scale not in (None, config.attention_scale) and not other:
         result.notes.append(  # as loading an Orbax checkpoint scales no kernels
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
-            f"{found.items}, which are for {found.attention_scale}; "
-            f"set it to {found.attention_scale}"
+            f"{contents.items}, which are for {contents.attention_scale}; "
+            f"set it to {contents.attention_scale}"
         )
     return result
 
 
-def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
+def compare_with_itself(contents: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
     """Compares every layer with the first one, where no config says what is right.
 
     Also returns the parameters as `model_arrays` does.
     """
-    layout, kinds = found.layout, layer_names(found)
+    layout, kinds = contents.layout, layer_names(contents)
     paths = {names: layout.slot(names, None).leaf for names in OUTSIDE}
     paths |= {names: layout.slot(names, 0).leaf for names in kinds}
-    absent = [names for names, path in paths.items() if path not in found.parameters]
+    absent = [names for names, path in paths.items() if path not in contents.parameters]
     if absent:
         # Without a config, a lost head cannot be told from tied embeddings.
         notes = [_TIED] if absent == [OUTSIDE[-1]] else []
         return Comparison(missing=[paths[names] for names in absent], notes=notes), {}
     arrays: dict[str, ArraySpec] = {}
     for names, path in paths.items():
-        spec = found.parameters[path].spec
+        spec = contents.parameters[path].spec
         shape = layout.unstacked(names, spec.shape) if names in kinds else spec.shape
         arrays[names.nnx] = ArraySpec(shape, spec.dtype)
-    return _compare(found, arrays, (layout.num_layers, layout.num_dense_layers)), arrays
+    return _compare(contents, arrays, (layout.num_layers, layout.num_dense_layers)), arrays
 
 
-def layer_names(found: Inspection) -> tuple[Names, ...]:
+def layer_names(contents: Inspection) -> tuple[Names, ...]:
     """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's."""
-    if found.is_latent:
-        return naming.of_deepseek(_latent_paths(found))
+    if contents.is_latent:
+        return naming.of_deepseek(_latent_paths(contents))
 
-    def has(*ends: str) -> bool:
-        return any(name.endswith(ends) for name in found.parameters)
+    def has(*suffixes: str) -> bool:
+        return any(name.endswith(suffixes) for name in contents.parameters)
 
-    gate = found.parameters.get(_NNX_GATE)
-    stacked = gate is not None and len(found.layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3
+    gate, layout = contents.parameters.get(_NNX_GATE), contents.layout
+    stacked = gate is not None and len(layout.unstacked(naming.EXPERTS[1], gate.shape)) == 3
     # Any parameter of the experts makes it routed, so that a lost router is reported as missing.
     of_qwen3 = tuple(names.linen for names in naming.EXPERTS_OF_QWEN3)
     routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in naming.EXPERTS))
@@ -159,30 +159,30 @@ def layer_names(found: Inspection) -> tuple[Names, ...]:
     return naming.of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
 
 
-def _latent_paths(found: Inspection) -> set[str]:
+def _latent_paths(contents: Inspection) -> set[str]:
     """The NNX paths of all parameters of layers with latent attention in a checkpoint."""
 
     def places(names: Names) -> set[str]:
-        return {found.layout.slot(names, at).leaf for at in range(found.layout.count(names))}
+        return {contents.layout.slot(names, at).leaf for at in range(contents.layout.count(names))}
 
-    return {names.nnx for names in naming.OF_DEEPSEEK if places(names) & found.parameters.keys()}
+    return {names.nnx for names in naming.OF_DEEPSEEK if places(names) & contents.parameters.keys()}
 
 
 def _compare(
-    found: Inspection, arrays: Mapping[str, ArraySpec], layers: tuple[int, int]
+    contents: Inspection, arrays: Mapping[str, ArraySpec], layers: tuple[int, int]
 ) -> Comparison:
     """`layers` has the number of layers of the model, and of those before the pipeline."""
-    result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
-    result.extra.extend(leaf.stored for leaf in found.unknown.values())
-    for leaf in found.scalars.values():
+    result = Comparison(ignored=[leaf.stored for leaf in contents.ignored.values()])
+    result.extra.extend(leaf.stored for leaf in contents.unknown.values())
+    for leaf in contents.scalars.values():
         result.add(leaf.stored, leaf.spec, (), None)
-    layout, (num_layers, dense) = found.layout, layers
+    layout, (num_layers, dense) = contents.layout, layers
     if layout.format in (layouts.UNSCANNED, layouts.SCANNED):
         layout = dataclasses.replace(layout, num_layers=num_layers, num_dense_layers=dense)
     elif (layout.num_layers, layout.num_dense_layers) != layers:
         # Stages and repeats are fixed: say so once, then compare the leaves as they are stacked.
         prefix = "decoder/pipeline_module" if layout.format == PIPELINED else "pipeline/layers"
-        leaves = (leaf for name, leaf in found.parameters.items() if name.startswith(prefix))
+        leaves = (leaf for name, leaf in contents.parameters.items() if name.startswith(prefix))
         result.notes.append(
             f"{next(leaves).stored}: the checkpoint holds {counted(layout.num_layers, 'layer')}"
             f"{_some_dense(layout.num_dense_layers)} ({counted(layout.repeats, 'repeat')} × "
@@ -190,10 +190,10 @@ def _compare(
             f"the model has {num_layers}{_some_dense(dense)}"
         )
     expected = layout.leaves(arrays)
-    for part in found.parts:
-        _compare_part(result, found, part, expected)
-    if found.moments:
-        _compare_optimizer(result, found)
+    for part in contents.parts:
+        _compare_part(result, contents, part, expected)
+    if contents.moments:
+        _compare_optimizer(result, contents)
     return result
 
 
@@ -202,9 +202,9 @@ def _some_dense(count: int) -> str:
 
 
 def _compare_part(
-    result: Comparison, found: Inspection, part: str, expected: Mapping[str, ArraySpec]
+    result: Comparison, contents: Inspection, part: str, expected: Mapping[str, ArraySpec]
 ) -> None:
-    leaves, prefix = found.parts[part], ""
+    leaves, prefix = contents.parts[part], ""
     if leaves:  # all their stored paths begin as the first one
         name = next(iter(leaves))
         prefix = re.split(re.escape(name) + r"(?:/value)?$", leaves[name].stored)[0]
@@ -221,12 +221,12 @@ def _compare_part(
     result.extra.extend(leaf.stored for name, leaf in leaves.items() if name not in expected)
 
 
-def _compare_optimizer(result: Comparison, found: Inspection) -> None:
+def _compare_optimizer(result: Comparison, contents: Inspection) -> None:
     """Adds what is missing of an optimizer: both moments, their count and the step."""
-    family, place = (
-        ("nnx", "optimizer") if found.layout.format == NNX else ("maxtext", "opt_state/0")
+    family, prefix = (
+        ("nnx", "optimizer") if contents.layout.format == NNX else ("maxtext", "opt_state/0")
     )
-    absent = [moment for moment in MOMENTS if moment not in found.moments]
-    result.missing.extend(f"{place}/{moment}" for moment in absent)
-    absent = [name for name in ("step", "count") if name not in found.scalars]
+    absent = [moment for moment in MOMENTS if moment not in contents.moments]
+    result.missing.extend(f"{prefix}/{moment}" for moment in absent)
+    absent = [name for name in ("step", "count") if name not in contents.scalars]
     result.missing.extend(SCALAR_PATHS[family][name] for name in absent)

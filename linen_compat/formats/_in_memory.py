@@ -166,14 +166,14 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
 def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
     """A copy of a tree of abstract arrays, with arrays of a part of a source in their places."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    given = _Part(source, part)
+    reader = _Part(source, part)
     arrays = [
-        _read_array(dotted_path(path), leaf, place, given)
-        for (path, leaf), place in zip(leaves, jax.tree.leaves(shardings), strict=True)
+        _read_array(dotted_path(path), leaf, target, reader)
+        for (path, leaf), target in zip(leaves, jax.tree.leaves(shardings), strict=True)
     ]
     source.close()
-    if given.strange:
-        first, others = given.strange[0], len(given.strange) - 1
+    if reader.strange:
+        first, others = reader.strange[0], len(reader.strange) - 1
         what = f"{first} holds" if not others else f"{first} and {counted(others, 'other')} hold"
         note(f"{what} NaN or infinity, as was stored; take an earlier checkpoint")
     filled: Tree = jax.tree.unflatten(structure, arrays)
@@ -200,7 +200,7 @@ class _Part:
         return array
 
 
-def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
+def _read_array(path: str, leaf: jax.ShapeDtypeStruct, target: Sharding, part: _Part) -> jax.Array:
     """One parameter as a JAX array; each device of this process reads its own shard."""
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
@@ -212,7 +212,7 @@ def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _P
             read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], part)
         return read[key]
 
-    return jax.make_array_from_callback(leaf.shape, place, shard, dtype=leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, target, shard, dtype=leaf.dtype)
 
 
 def _read_shard(

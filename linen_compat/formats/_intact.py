@@ -27,12 +27,12 @@ def of_bytes(content: bytes | memoryview) -> str:
 
 def of_part(file: Path, begin: int, end: int) -> str:
     """The CRC-32 of the bytes `begin` to `end` of a file, without that at `end`, block by block."""
-    found = 0
+    checksum = 0
     with open(file, "rb") as stream:
         stream.seek(begin)
         for at in range(begin, end, _BLOCK_BYTES):
-            found = zlib.crc32(stream.read(min(_BLOCK_BYTES, end - at)), found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(stream.read(min(_BLOCK_BYTES, end - at)), checksum)
+    return f"{checksum:08x}"
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str]) -> None:
@@ -66,9 +66,9 @@ CURE = (
 )
 
 
-def require(folder: Path, sums: Mapping[str, str], name: str, found: str) -> None:
-    """Raises Mismatch unless `name` has the checksum `found` that it was written with."""
-    if sums.get(name) != found:
+def require(folder: Path, sums: Mapping[str, str], name: str, checksum: str) -> None:
+    """Raises Mismatch unless `name` has the `checksum` that it was written with."""
+    if sums.get(name) != checksum:
         raise Mismatch(
             f"{name} in {folder} does not match the checksum that it was written with; {CURE}"
         )
@@ -82,8 +82,8 @@ class Unchanged:
     """
 
     def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
-        found = Path(folder).glob("**/*") if files is None else files
-        self._stamps = {path: _stamp(path) for path in found if path.is_file()}
+        paths = Path(folder).glob("**/*") if files is None else files
+        self._stamps = {path: _stamp(path) for path in paths if path.is_file()}
 
     def __enter__(self) -> None: ...
 
@@ -101,6 +101,6 @@ class Unchanged:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     """Size, time of change and inode of a file; None without a file."""
     with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns, found.st_ino
+        stat = os.stat(path)
+        return stat.st_size, stat.st_mtime_ns, stat.st_ino
     return None

@@ -110,7 +110,7 @@ KV_DOWN = LATENT_ATTENTION[3]
 
 
 def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names, ...]:
-    return tuple(dataclasses.replace(one, nnx=start + one.nnx, group=group) for one in names)
+    return tuple(dataclasses.replace(entry, nnx=start + entry.nnx, group=group) for entry in names)
 
 
 def check_names(model: ModelConfig) -> None:
@@ -157,7 +157,7 @@ def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
     named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
     routed = _grouped((*NORMS, *attention, *named), "moe_layers")
     dense = _grouped((*NORMS, *attention, *MLP), "dense_layers", EARLY)
-    return (*routed, *(dense if any(one.nnx in paths for one in dense) else ()))
+    return (*routed, *(dense if any(entry.nnx in paths for entry in dense) else ()))
 
 
 def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:

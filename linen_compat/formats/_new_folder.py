@@ -43,9 +43,9 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
     writer took the name in the meantime, and an OSError that names it when the disk is full.
     """
     check_free(destination)
-    final = _place(destination)
+    final = _resolved(destination)
     if room is not None:
-        _check_room(room, destination, next(one for one in final.parents if one.exists()))
+        _check_room(room, destination, next(folder for folder in final.parents if folder.exists()))
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
     _clear(final.parent, f"{glob.escape(_short(final))}.*{INCOMPLETE}")
@@ -70,11 +70,11 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
 
 
 def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
-    found = os.statvfs(parent)
+    stats = os.statvfs(parent)
     # Blocks that are reserved are for the superuser; a file system that counts none cannot say.
-    blocks = found.f_bavail if os.geteuid() else found.f_bfree
-    free = blocks * found.f_frsize
-    if not found.f_blocks or room.nbytes <= free:
+    blocks = stats.f_bavail if os.geteuid() else stats.f_bfree
+    free = blocks * stats.f_frsize
+    if not stats.f_blocks or room.nbytes <= free:
         return
     needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
     lack = f"{needed}, and {parent} has {free:,} bytes free"
@@ -109,7 +109,7 @@ def check_free(destination: str | Path) -> None:
     """Raises InputError unless this is a new name or an empty folder, and can be made."""
     if not str(destination):
         raise InputError("the destination's name is empty; give the name of a new folder")
-    final = _place(destination)
+    final = _resolved(destination)
     above = next((parent for parent in final.parents if os.path.lexists(parent)), final)
     if not above.is_dir():
         raise InputError(
@@ -126,13 +126,13 @@ def check_free(destination: str | Path) -> None:
         raise InputError(f"{destination} exists already; choose a new folder or remove it")
 
 
-def _place(destination: str | Path) -> Path:
+def _resolved(destination: str | Path) -> Path:
     """The absolute path that a name leads to; folders on the way need not exist."""
     # `..` is resolved as the system does it, after symbolic links; a link in the last place stays.
-    given = local(destination).absolute()
-    if given.name in ("", ".."):
-        return Path(os.path.realpath(given))
-    return Path(os.path.realpath(given.parent)) / given.name
+    path = local(destination).absolute()
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent)) / path.name
 
 
 def _make(folder: Path, destination: str | Path) -> None:

@@ -23,7 +23,7 @@ def in_folder(folder: Path, inside: str = "") -> dict[str, str]:
     return {"driver": "file", "path": f"{real if _is_plain(real) else _link(real)}/{inside}"}
 
 
-def with_own_names(message: str) -> str:
+def with_real_paths(message: str) -> str:
     """A message of TensorStore, with the paths that the user knows in place of links."""
     for link, real in _LINKS.items():
         message = message.replace(link, real)
@@ -46,14 +46,14 @@ def _is_plain(path: str) -> bool:
 @functools.cache
 def _link(real: str) -> str:
     """A symbolic link to a folder, made below this process's own temporary folder."""
-    link = os.path.join(own_folder(), str(len(_LINKS)))
+    link = os.path.join(temporary_folder(), str(len(_LINKS)))
     os.symlink(real, link)
     _LINKS[link] = real
     return link
 
 
 @functools.cache
-def own_folder() -> str:
+def temporary_folder() -> str:
     """A new temporary folder with a plain path, deleted when this process ends."""
     # The user's own choice comes first, but its path may be one that TensorStore does not take.
     for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):

@@ -42,12 +42,12 @@ def _has_begun(folder: Path) -> bool:
     """Whether a folder holds nothing but files from before the first step."""
     left = (path for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
     return all(
-        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _is_own(path))
+        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _has_sum(path))
         for path in left
     )
 
 
-def _is_own(file: Path) -> bool:
+def _has_sum(file: Path) -> bool:
     """Whether a file is empty or begins with a checksum: no user wrote it."""
     if not file.is_file():
         return False
@@ -91,7 +91,7 @@ def claimed(run: str | Path) -> Iterator[None]:
         ) from error
     if not is_there:
         check_free(run)
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _locked(folder) as lock:
         undo = functools.partial(_forget, folder, made, lock)
         _claimed[folder.absolute()] = lock
@@ -168,5 +168,5 @@ def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
         if _is_at(lock, folder) and not _steps(folder):  # the file may be in another folder now
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
-            for place in made:
-                place.rmdir()
+            for path in made:
+                path.rmdir()

@@ -170,8 +170,8 @@ def check_ratio(paths: Container[str], ratio: float) -> None:
 def array_title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
     """The name of an array in messages, such as `mu of attention.query of layer 3`."""
     kind = "dense layer" if path.startswith(EARLY) else "layer"
-    place = path if layer is None else f"{path.removeprefix(EARLY)} of {kind} {layer}"
-    return place if part == PARAMETERS else f"{part} of {place}"
+    name = path if layer is None else f"{path.removeprefix(EARLY)} of {kind} {layer}"
+    return name if part == PARAMETERS else f"{part} of {name}"
 
 
 def check_finite(

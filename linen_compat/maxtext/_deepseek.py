@@ -17,7 +17,7 @@ class Named(NamedTuple):
     mscale: float
 
 
-class OneValue(NamedTuple):
+class FixedValue(NamedTuple):
     """The only value of a key that this project computes with, and why there is no other."""
 
     value: object
@@ -68,15 +68,15 @@ ELSEWHERE: dict[str, object] = {
     "routed_score_func": "",
     "shared_experts": 0,
 }
-_HERE: dict[str, OneValue] = {
-    "attention_type": OneValue("mla", "its layers have latent attention"),
-    "use_qk_norm": OneValue(False, "it normalises latent vectors instead"),
-    "routed_bias_update_rate": OneValue(0.0, "a step leaves the bias as it is, or trains it"),
-    "load_balance_loss_weight": OneValue(0.0, "MaxText balances the softmax of the scores"),
+_HERE: dict[str, FixedValue] = {
+    "attention_type": FixedValue("mla", "its layers have latent attention"),
+    "use_qk_norm": FixedValue(False, "it normalises latent vectors instead"),
+    "routed_bias_update_rate": FixedValue(0.0, "a step leaves the bias as it is, or trains it"),
+    "load_balance_loss_weight": FixedValue(0.0, "MaxText balances the softmax of the scores"),
 }
-_OF_YARN: dict[str, OneValue] = {
-    "rope_truncate": OneValue(True, "the pairs at the limits are rounded outwards"),
-    "rope_attention_scaling": OneValue(False, "the rotary embedding here only rotates"),
+_OF_YARN: dict[str, FixedValue] = {
+    "rope_truncate": FixedValue(True, "the pairs at the limits are rounded outwards"),
+    "rope_attention_scaling": FixedValue(False, "the rotary embedding here only rotates"),
 }
 
 
@@ -113,7 +113,7 @@ def fields_of_deepseek(values: Values) -> Fields:
     _refuse_others(values, _HERE)
     one_of("routed_score_func", values["routed_score_func"], ("softmax", "sigmoid"))
     if values["shared_experts"] < 1:
-        _refuse_others(values, {"shared_experts": OneValue(1, "its layers have one or more")})
+        _refuse_others(values, {"shared_experts": FixedValue(1, "its layers have one or more")})
     dense = values["first_num_dense_layers"]
     routed = values["base_moe_mlp_dim"]
     return {
@@ -196,7 +196,7 @@ def linear_rope(values: Values) -> Fields:
     return {} if factor == 1.0 else {"rope_scaling": "linear", "rope_factor": factor}
 
 
-def _refuse_others(values: Values, only: dict[str, OneValue]) -> None:
+def _refuse_others(values: Values, only: dict[str, FixedValue]) -> None:
     for key, (value, reason) in only.items():
         if values[key] != value:
             raise InputError(

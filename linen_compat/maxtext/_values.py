@@ -108,12 +108,12 @@ def typed(values: Values) -> Fields:
 def as_number(key: str, value: Any, kind: type[Number]) -> Number:
     """Raises InputError where a value is no whole number or float, or not a finite one."""
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise wrong_type(key, value, kind) from error
-    if not math.isfinite(found) or (kind is int and found != int(found)):
+    if not math.isfinite(number) or (kind is int and number != int(number)):
         raise wrong_type(key, value, kind)
-    return kind(found)
+    return kind(number)
 
 
 def wrong_type(key: str, value: object, kind: type) -> InputError:

@@ -84,9 +84,9 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
     Raises InputError for a key that is neither mapped nor ignored on purpose, naming the nearest,
     and for a value that this project does not compute with.
     """
-    given = dict(source) if isinstance(source, Mapping) else _read_yaml(source)
-    _check_keys(given)
-    values = typed({**DEFAULTS, **_with_sizes(given)})
+    raw = dict(source) if isinstance(source, Mapping) else _read_yaml(source)
+    _check_keys(raw)
+    values = typed({**DEFAULTS, **_with_sizes(raw)})
     try:
         return Config(model=_model(values), pipeline=_pipeline(values), train=_train(values))
     except InputError as error:
@@ -107,27 +107,27 @@ def config_from_yaml(name: str) -> Config:
             f"{name or 'an empty name'} is neither a file nor a preset; give a MaxText YAML, a "
             f"YAML with {', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
         )
-    given = _read_yaml(name)
-    if "model" in given and set(given) <= set(SECTIONS):
-        return _own_config(name, given)
-    return config_from_maxtext(given)
+    raw = _read_yaml(name)
+    if "model" in raw and set(raw) <= set(SECTIONS):
+        return _from_sections(name, raw)
+    return config_from_maxtext(raw)
 
 
 def _read_yaml(path: str | Path) -> Fields:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
     text = read_text(str(path))
     try:
-        given = load_yaml(text)
+        raw = load_yaml(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # too deep, too many digits
         raise InputError(f"{path} cannot be read as YAML: {unparsed(error)}") from error
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         raise InputError(f"{path} is not a YAML file of keys and values; give one")
-    return given
+    return raw
 
 
-def _own_config(name: str, given: Values) -> Config:
+def _from_sections(name: str, raw: Values) -> Config:
     known = known_keys()
-    for section, fields in given.items():
+    for section, fields in raw.items():
         if not isinstance(fields, Mapping):
             raise InputError(f"{name}: {section} is not a mapping from fields to values")
         for field in fields:
@@ -135,15 +135,15 @@ def _own_config(name: str, given: Values) -> Config:
             if key not in known:
                 raise InputError(f"{name}: no such config field {key}; {nearest(key, known)}")
     try:
-        made: Fields = {section: SECTIONS[section](**fields) for section, fields in given.items()}
+        made: Fields = {section: SECTIONS[section](**fields) for section, fields in raw.items()}
     except TypeError as error:  # a field without a default is missing
         raise InputError(f"{name}: {error}") from error
     return Config(**made)
 
 
-def _check_keys(given: Values) -> None:
+def _check_keys(raw: Values) -> None:
     """Raises InputError for keys that are unknown, and for fixed keys with another value."""
-    for key, value in given.items():
+    for key, value in raw.items():
         kind = keys.kind(str(key))
         if kind is None:
             cure = nearest(str(key), keys.listed_keys())
@@ -160,36 +160,36 @@ def _check_keys(given: Values) -> None:
             )
 
 
-def _with_sizes(given: Fields) -> Fields:
+def _with_sizes(raw: Fields) -> Fields:
     """The keys that are given, with the sizes of their `model_name`, if that is a preset.
 
     As in MaxText these sizes win over its defaults, even where the file spells them out; what is
     given wins over them with `override_model_config`.
     """
-    name = given.get("model_name", "default")
+    name = raw.get("model_name", "default")
     if not isinstance(name, str):
         raise wrong_type("model_name", name, str)
     sizes = _sizes_of(name)
     if not sizes and name != "default":
         needed = set(_SIZES)
-        if given.get("decoder_block") == deepseek.BLOCK:
+        if raw.get("decoder_block") == deepseek.BLOCK:
             needed = needed - {"head_dim"} | {*deepseek.NEEDED}
-        missing = sorted(needed - set(given))
+        missing = sorted(needed - set(raw))
         if missing:
             raise InputError(
                 f"model_name={name!r} is not among {', '.join(PRESETS_OF_MAXTEXT)}, so the file "
                 f"must say {', '.join(missing)}"
             )
-    if given.get("override_model_config") is True:
-        return {**sizes, **given}
+    if raw.get("override_model_config") is True:
+        return {**sizes, **raw}
     for key, size in sizes.items():
-        value = given.get(key, size)
+        value = raw.get(key, size)
         if value not in (size, DEFAULTS[key]):
             raise InputError(
                 f"{key}={value!r} contradicts model_name={name!r}, which has {size!r}; remove one "
                 "of them, or set override_model_config to true"
             )
-    return {**given, **sizes}
+    return {**raw, **sizes}
 
 
 def _sizes_of(model_name: str) -> Fields:
@@ -197,12 +197,12 @@ def _sizes_of(model_name: str) -> Fields:
     if model_name not in PRESETS_OF_MAXTEXT:
         return {}
     model = PRESETS[PRESETS_OF_MAXTEXT[model_name]].model
-    own = {key: getattr(model, field) for key, field in _SIZES.items()}
+    sizes = {key: getattr(model, field) for key, field in _SIZES.items()}
     if model.num_experts > 1:
-        own["base_moe_mlp_dim"] = model.mlp_dim
+        sizes["base_moe_mlp_dim"] = model.mlp_dim
     if model_name in deepseek.NAMED:
-        del own["head_dim"]  # MaxText adds two other keys up instead
-    return {**own, **keys_of_preset(model_name, model)}
+        del sizes["head_dim"]  # MaxText adds two other keys up instead
+    return {**sizes, **keys_of_preset(model_name, model)}
 
 
 def _model(values: Values) -> ModelConfig:

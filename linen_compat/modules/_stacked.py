@@ -79,8 +79,8 @@ class StageTree:
         def named(leaf: PyTree) -> PyTree:
             # With one repeat, MaxText's arrays have no axis of repeats.
             value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
-            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
-            names = (*leading, *own)
+            inner = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(leading))
+            names = (*leading, *inner)
             value = place(value, self.layout.spec(*axes_of(names)))
             return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
 
@@ -94,67 +94,67 @@ class StageTree:
 
         Where a stage has several layers, stacking copies them.
         """
-        one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
+        like = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
         repeats, stages, per_stage = self.stack
         leading = (stages,) if repeats == 1 else (repeats, stages)
-        apart = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
-        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in one.items()}
-        want = {below + path: shape for below in apart for path, shape in shapes.items()}
-        found = unboxed_leaves(tree)
+        prefixes = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
+        shapes = {path: (*leading, *unboxed(leaf).shape) for path, leaf in like.items()}
+        want = {prefix + path: shape for prefix in prefixes for path, shape in shapes.items()}
+        params = unboxed_leaves(tree)
         cure = (
             f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
             f"with {counted(per_stage, 'layer')} per stage, as the mesh and the config ask for"
         )
-        check_stacked_shapes(found, want, cure=cure)
+        check_stacked_shapes(params, want, cure=cure)
 
         def stack(path: str) -> Array:
             # The loop wants an axis of repeats in any case.
-            leaves = [found[below + path] for below in apart]
+            leaves = [params[prefix + path] for prefix in prefixes]
             leaves = [leaf[None] if repeats == 1 else leaf for leaf in leaves]
             return jnp.stack(leaves, axis=2)
 
-        return stacked_layers(module, one, (None, "stage", None), stack, self.layout)
+        return stacked_layers(module, like, (None, "stage", None), stack, self.layout)
 
 
 @dataclass(frozen=True)
 class EarlyTree:
     """The parameters of the dense first layers, below MaxText's `decoder`.
 
-    `dense_layers` stacks them along the second axis of every array; with `apart` each layer has its
-    own tree, `dense_layers_0 …`.
+    `dense_layers` stacks them along the second axis of every array. If they are `unscanned` each
+    layer has its own tree, `dense_layers_0 …`.
     """
 
     model: ModelConfig
     layout: Layout
     remat: Remat
-    apart: bool
+    unscanned: bool
 
     def declared(self, module: nn.Module) -> list[Boxed]:
         """The parameters of all layers, or of each, for a decoder's `setup`; `init` makes them."""
         numbers = range(self.model.num_dense_layers)
-        names = [f"{_DENSE}_{number}" for number in numbers] if self.apart else [_DENSE]
+        names = [f"{_DENSE}_{number}" for number in numbers] if self.unscanned else [_DENSE]
         if not module.is_initializing():  # `stacked` checks them with a message of its own
             return [module.get_variable("params", name, {}) for name in names]
-        make = self._make_layer if self.apart else self._make
+        make = self._make_layer if self.unscanned else self._make
         return [module.param(name, make, unbox=False) for name in names]
 
     def stacked(self, trees: list[Boxed]) -> LinenStack:
         """The layers as one callable module with parameters `[layers, …]`."""
-        one = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
+        like = leaves_of(jax.eval_shape(self._make_layer, jax.random.key(0)))
         number, want = self.model.num_dense_layers, {}
-        for path, leaf in one.items():
+        for path, leaf in like.items():
             first, *rest = unboxed(leaf).shape
-            want[path] = (first, *rest) if self.apart else (first, number, *rest)
-        found = [unboxed_leaves(tree) for tree in trees]
+            want[path] = (first, *rest) if self.unscanned else (first, number, *rest)
+        layers = [unboxed_leaves(tree) for tree in trees]
         cure = f"give the parameters of {counted(number, 'dense layer')} of this model"
-        for layer in found:
+        for layer in layers:
             check_stacked_shapes(layer, want, cure=cure, below=f"{_DENSE}/")
 
         def stack(path: str) -> Array:
-            leaves = [layer[path] for layer in found]
-            return jnp.stack(leaves) if self.apart else jnp.moveaxis(leaves[0], 1, 0)
+            leaves = [layer[path] for layer in layers]
+            return jnp.stack(leaves) if self.unscanned else jnp.moveaxis(leaves[0], 1, 0)
 
-        return stacked_layers(self._layer, one, (None,), stack, self.layout)
+        return stacked_layers(self._layer, like, (None,), stack, self.layout)
 
     @property
     def _layer(self) -> nn.Module:
@@ -208,35 +208,35 @@ def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
 
 
 def check_stacked_shapes(
-    found: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
+    params: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
 ) -> None:
     """Raises InputError for a parameter that is missing, unknown or of another shape.
 
     `cure` is the end of the message, and `below` stands before each path in it.
     """
     for path, shape in want.items():
-        if path not in found:
+        if path not in params:
             raise InputError(f"params have no {below}{path}, which must be {shape}; {cure}")
-        if found[path].shape != shape:
+        if params[path].shape != shape:
             raise InputError(
-                f"{below}{path} has shape {found[path].shape} and must be {shape}; {cure}"
+                f"{below}{path} has shape {params[path].shape} and must be {shape}; {cure}"
             )
-    for path in found:
+    for path in params:
         if path not in want:
             raise InputError(f"params have {below}{path}, which no layer reads; {cure}")
 
 
 def stacked_layers(
-    module: nn.Module, one: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
+    module: nn.Module, like: Boxed, leading: Names, stack: Callable[[str], Array], layout: Layout
 ) -> LinenStack:
     """Stacked parameters as one callable module, in the order of the NNX layer.
 
-    `one` has those of one layer by their paths, `leading` are the logical axes before its own, and
+    `like` has those of one layer by their paths, `leading` are the logical axes before its own, and
     `stack` gives the stacked array of a path.
     """
-    paths, weights = sorted(one, key=place_in_nnx), []
+    paths, weights = sorted(like, key=nnx_order), []
     for path in paths:
-        axes = (*leading, *axes_of_box(one[path]))
+        axes = (*leading, *axes_of_box(like[path]))
         value = sharded_by(stack(path), layout.spec(*axes))
         weights.append(nnx.Param(value, logical_axes=axes))
     return LinenStack(module, paths, weights)
@@ -247,7 +247,7 @@ def axes_of_box(leaf: PyTree) -> Names:
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 
-def place_in_nnx(path: str) -> tuple[str, ...]:
+def nnx_order(path: str) -> tuple[str, ...]:
     """A sort key: the weights of a decoder layer in the order of the NNX layer.
 
     In another order a loop carries the arrays, and fuses, differently, and sums round differently.

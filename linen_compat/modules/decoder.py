@@ -72,8 +72,8 @@ class Decoder(Configured):
                 weight_options(config),
             )
         else:
-            apart = [kind(*options) for _ in range(model.num_pipeline_layers)]
-            setattr(self, self._group, kind(*options) if where == "scanned" else apart)
+            layers = [kind(*options) for _ in range(model.num_pipeline_layers)]
+            setattr(self, self._group, kind(*options) if where == "scanned" else layers)
         if model.num_dense_layers:
             self.dense_layers = self._early_tree.declared(self)
         self.decoder_norm = RMSNorm(model, self.layout)
@@ -102,7 +102,7 @@ class Decoder(Configured):
         if model.num_dense_layers:
             early["early"] = functional.early_layers(self.config, self.layout, runner.layout)
             early["early_layers"] = self._early_tree.stacked(self.dense_layers)
-        ends = functional.Ends(
+        outer = functional.OuterLayers(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
             table=table,
@@ -112,15 +112,15 @@ class Decoder(Configured):
             **early,
         )
         if self._where() != "pipelined":
-            return functional.Decoder(self.config, runner, ends, self._run_layers, None)
+            return functional.Decoder(self.config, runner, outer, self._run_layers, None)
         pipeline = self.pipeline_module
         run_loss = functools.partial(pipeline.loss, width=(model.embed_dim,))
-        return functional.Decoder(self.config, runner, ends, pipeline.run, run_loss)
+        return functional.Decoder(self.config, runner, outer, pipeline.run, run_loss)
 
     @property
     def _early_tree(self) -> EarlyTree:
-        remat, apart = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
-        return EarlyTree(self.config.model, self.layout, remat, apart)
+        remat, unscanned = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
+        return EarlyTree(self.config.model, self.layout, remat, unscanned)
 
     @property
     def _group(self) -> str:
@@ -147,10 +147,10 @@ class Decoder(Configured):
         policy = POLICIES[self.config.pipeline.remat].policy()
         # In the body of a scan there is nothing to merge a recomputation with.
         remat = cast(Callable[..., Visit], nn.remat)
-        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
+        call = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
 
         def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
-            x, usage = kept(layer, x, number)
+            x, usage = call(layer, x, number)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
 
         x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, body)
@@ -193,13 +193,13 @@ class Decoder(Configured):
                 f"params hold the layers as {stored} ({marks[stored]}), but "
                 f"layer_layout={where!r}; choose layer_layout={stored!r} or convert the parameters"
             )
-        found = sum(name.startswith(f"{group}_") for name in params)
+        count = sum(name.startswith(f"{group}_") for name in params)
         if where == "scanned" and group in params:
-            found = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+            count = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
         dense = f" - num_dense_layers={model.num_dense_layers}" if model.num_dense_layers else ""
-        if where != "pipelined" and found != layers:  # else the pipeline checks its own
+        if where != "pipelined" and count != layers:  # else the pipeline checks its own
             raise InputError(
-                f"params hold {counted(found, 'layer')} and "
+                f"params hold {counted(count, 'layer')} and "
                 f"model.num_layers={model.num_layers}{dense}; make them equal"
             )
 

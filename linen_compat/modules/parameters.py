@@ -1,6 +1,6 @@
 """Weights of Linen modules: under MaxText's names, and made in their final sharding."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def is_boxed(leaf: object) -> bool:
 class Configured(nn.Module):
     """A module with a config, whose kind is checked when the module is made."""
 
-    config: Any
+    config: object
 
     def __post_init__(self) -> None:
         kind = type(self).__dataclass_fields__["config"].type

@@ -14,7 +14,7 @@ from linen_compat.modules.parameters import Configured
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.pipeline._runner import Runner, make_runner
 from nnx_pipeline.pipeline.contract import ModelEnds
-from nnx_pipeline.pipeline.layers import apart, with_keys
+from nnx_pipeline.pipeline.layers import split_shared, with_keys
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.stage.layers import LayerPlace, Side, takes_place
 from nnx_pipeline.sharding.layout import place
@@ -61,8 +61,8 @@ class CircularPipeline(Configured):
     def run(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, PyTree]:
         """As `__call__`, for a batch that `batches.arrange` has laid out."""
         axes = len(self.runner.batches.axes)  # the axes in the place of the batch
-        beside = with_keys(side, keys)
-        layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, beside)
+        all_side = with_keys(side, keys)
+        layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, all_side)
         return self.runner.run(layers, x, side, keys=keys)
 
     def loss(
@@ -81,8 +81,8 @@ class CircularPipeline(Configured):
           `ends.enter` reads begins with an array of tokens, `[batch, …]`.
         """
         batch, *row = jax.tree.leaves(inputs[0])[0].shape
-        beside = with_keys(side, keys)
-        layers = self._layers(batch, (*row, *width), self.weights.dtype, beside)
+        all_side = with_keys(side, keys)
+        layers = self._layers(batch, (*row, *width), self.weights.dtype, all_side)
         loss: tuple[Array, tuple[Array, PyTree]] = self.runner.loss(
             layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
         )
@@ -120,11 +120,11 @@ class CircularPipeline(Configured):
             return place(jnp.zeros((microbatch, *row), dtype), spec)
 
         def make_layer(key: Array) -> Boxed:
-            cut, shared = apart(side)
+            cut, shared = split_shared(side)
             example = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), cut) | shared
             first = {"place": LayerPlace.of(jnp.int32(0), runner.stack)}
-            own = first if takes_place(module) else {}
-            return parameters_of(module, key, zeros(row, dtype), {**example, **own})
+            extra = first if takes_place(module) else {}
+            return parameters_of(module, key, zeros(row, dtype), {**example, **extra})
 
         tree = StageTree(runner.stack.shape, self.layout)
         make = functools.partial(tree.make, make_layer=make_layer)

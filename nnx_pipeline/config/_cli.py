@@ -22,7 +22,7 @@ def models_command(json_path: str | None) -> None:
     from nnx_pipeline.lab._report.output import check_writable, emit_json, show
 
     check_writable(json_path, "--json")
-    figures = (Column(*one, is_number=True) for one in zip(_NAMES, _ORDER, strict=True))
+    figures = (Column(*pair, is_number=True) for pair in zip(_NAMES, _ORDER, strict=True))
     table = Columns([Column("model"), *figures])
     rows = []
     for name, config in PRESETS.items():

@@ -20,7 +20,7 @@ def check_choices(config: Any) -> None:
             one_of(field.name, getattr(config, field.name), choices)
 
 
-def _choices(hint: Any) -> tuple[object, ...]:
+def _choices(hint: object) -> tuple[object, ...]:
     if hint is bool:
         return True, False
     if get_origin(hint) is Literal:

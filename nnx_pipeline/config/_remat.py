@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from nnx_pipeline.lab.errors import InputError
 
@@ -21,7 +21,7 @@ HIDDEN = ("mlp_gate", "mlp_up")
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-Policy = Callable[..., Any]  # of a primitive and its values to what becomes of them
+Policy = Callable[..., bool]  # of a primitive and its values to what becomes of them
 
 
 @dataclass(frozen=True)

@@ -242,10 +242,10 @@ class Config:
             )
 
     def _check_groups(self, mesh: MeshConfig) -> None:
-        group, own = self.model.expert_group, self.model.num_experts // mesh.expert
+        group, num = self.model.expert_group, self.model.num_experts // mesh.expert
         if group is not None:
-            rule = f"the {own} experts that a device of expert={mesh.expert} has do not split into "
-            errors.is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
+            rule = f"the {num} experts that a device of expert={mesh.expert} has do not split into "
+            errors.is_divisor(group, num, rule=f"{rule}groups of model.expert_group={group}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         stages, repeats = mesh.stage, self.pipeline.num_repeats
@@ -286,10 +286,10 @@ class Config:
             f"{counted(microbatches, 'microbatch')}",
             cure=self._other_cure(microbatches, mesh),
         )
-        parts, own = self.pipeline.batch_split, microbatch // copies
-        rule = f"a device has {counted(own, 'sequence')} of a microbatch, which "
+        parts, num = self.pipeline.batch_split, microbatch // copies
+        rule = f"a device has {counted(num, 'sequence')} of a microbatch, which "
         rule += f"pipeline.batch_split={parts} does not divide"
-        errors.is_divisor(parts, own, rule=rule)
+        errors.is_divisor(parts, num, rule=rule)
 
     def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.

@@ -73,14 +73,14 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> ApplyStage:
         def one_stage(
             state: PyTree, numbers: tuple[Array, ...], x: PyTree, side: PyTree
         ) -> tuple[tuple[PyTree, ...], PyTree]:
-            own = nnx.merge(graph, state)
-            pairs = type(params)(zip(own, numbers, strict=True))
-            given = apply_stage(pairs, x, side)
-            return given, nnx.split(own)[1]
+            merged = nnx.merge(graph, state)
+            pairs = type(params)(zip(merged, numbers, strict=True))
+            results = apply_stage(pairs, x, side)
+            return results, nnx.split(merged)[1]
 
-        given: tuple[PyTree, ...]
-        given, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)
-        return given
+        results: tuple[PyTree, ...]
+        results, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)
+        return results
 
     return apply
 
@@ -162,7 +162,7 @@ def _through_float32(x: Array) -> Array:
     return x.astype(jnp.float32).astype(x.dtype)
 
 
-def leave_gradient(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+def uncast(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """No cast: MaxText leaves gradients as they are if `grad_dtype` is float32 (seeds S2.13b)."""
     del dtype
     return x
@@ -186,8 +186,8 @@ def sum_chosen(
 
     The other arguments are as for `DenseExperts`.
     """
-    beside = layout.spec("batch_beside_experts", None, None)
-    x, weights, chosen = (place(each, beside) for each in (x, *choice))
+    spec = layout.spec("batch_beside_experts", None, None)
+    x, weights, chosen = (place(each, spec) for each in (x, *choice))
     products = ExpertProducts(layout, group=1)
 
     def one_expert(operands: tuple[Array, ...]) -> Array:
@@ -198,8 +198,8 @@ def sum_chosen(
 
     takes = jax.nn.one_hot(chosen, kernels.gate.shape[0], dtype=x.dtype)
     operands = (*products.split(kernels, x.dtype), products.split_choice(takes))
-    found = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
-    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found, weights))
+    by_choice = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
+    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (by_choice, weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)
     return Mixed(place(mixed, layout.spec("batch", None, None)))
 
@@ -269,7 +269,7 @@ HIDDEN_THROUGH_FLOAT32 = (
 )
 RESHARDED = (Replaced(f"{_MODULES}.moe", "routed_experts", routed_and_resharded),)
 FULL_LOGITS = (Replaced(f"{_MODULES}.decoder", "chunked_cross_entropy", full_cross_entropy),)
-GRADIENT_LEFT = (Replaced("nnx_pipeline.train.step", "cast_to_other", leave_gradient),)
+GRADIENT_LEFT = (Replaced("nnx_pipeline.train.step", "cast_to_other", uncast),)
 
 
 def experts_by(mix_of: Callable[[ModelConfig], Mix]) -> tuple[Replaced, ...]:

@@ -1,7 +1,7 @@
 """Alternative code for the circular loop, kept only as arms of experiments."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,12 @@ from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 from nnx_pipeline.sharding.layout import P, out_sharding
 
-_Tick = Callable[[Any, Any], tuple[PyTree, PyTree]]
+Item = TypeVar("Item")
+_Tick = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def python_loop(
-    schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
+    schedule: CircularSchedule, tick: _Tick, carry: PyTree, rows: PyTree, *, reverse: bool = False
 ) -> tuple[PyTree, PyTree]:
     """Runs all ticks in a Python loop, so that the program has them one after the other.
 
@@ -42,7 +43,7 @@ def python_loop(
 
 
 def scan_per_repeat(
-    schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
+    schedule: CircularSchedule, tick: _Tick, carry: PyTree, rows: PyTree, *, reverse: bool = False
 ) -> tuple[PyTree, PyTree]:
     """Runs one scan for each repeat, one after the other, and one for the ticks that drain.
 
@@ -62,7 +63,7 @@ def scan_per_repeat(
 
 
 def carry_layers(
-    schedule: CircularSchedule, tick: _Tick, carry: Any, rows: Any, *, reverse: bool = False
+    schedule: CircularSchedule, tick: _Tick, carry: PyTree, rows: PyTree, *, reverse: bool = False
 ) -> tuple[PyTree, PyTree]:
     """Runs all ticks in one scan that also carries the layers from tick to tick.
 
@@ -76,7 +77,7 @@ def carry_layers(
     pure, reads = jax.closure_convert(tick, carry, first)
     stack = (schedule.repeats, schedule.stages)
 
-    def step(carry: Any, row: CircularPlan) -> tuple[PyTree, PyTree]:
+    def step(carry: PyTree, row: CircularPlan) -> tuple[PyTree, PyTree]:
         carry, reads = carry
         carry, result = pure(carry, row, *reads)
         repeat = over_stage(row.repeat)
@@ -94,7 +95,7 @@ def carry_layers(
     return carry, results
 
 
-def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
+def _join(how: Callable[[Sequence[Array]], Array], results: list[PyTree]) -> PyTree:
     """The results joined as a scan gives them, in the tree of the first.
 
     They are joined leaf by leaf: the tree of what a tick keeps contains its traced function, so
@@ -104,7 +105,7 @@ def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(results[0]), [how(column) for column in columns])
 
 
-def _order(items: Any, reverse: bool) -> list[Any]:
+def _order(items: Sequence[Item], reverse: bool) -> list[Item]:
     return list(reversed(items)) if reverse else list(items)
 
 

@@ -20,7 +20,7 @@ NO_CACHE = Cache(None)
 MOST_AT_ONCE = 4
 
 Job = tuple[Program, MeshConfig]
-Found = Measurement | str
+Result = Measurement | str
 _Made = TypeVar("_Made")
 
 
@@ -30,7 +30,7 @@ def measure_programs(
     *,
     cache: Cache = NO_CACHE,
     progress: Progress = lambda text: None,
-) -> dict[Job, Found]:
+) -> dict[Job, Result]:
     """The measurement of each program, or the first line of the error that stopped it.
 
     - `jobs`: programs and their meshes, each with the name that `progress` gives it.
@@ -45,35 +45,35 @@ def measure_programs(
     Raises InputError when a program, its mesh and the platform do not fit together.
     """
     keys = {job: entry_key(platform, "measurement", job[1], job[0]) for job in jobs}
-    found: dict[Job, Found] = {
+    results: dict[Job, Result] = {
         job: known for job, key in keys.items() if (known := _known(cache, key)) is not None
     }
-    missing = [job for job in jobs if job not in found]
+    missing = [job for job in jobs if job not in results]
 
-    def ready(job: Job) -> Callable[[], Found]:
+    def ready(job: Job) -> Callable[[], Result]:
         """Traces a program, and returns what compiles it or returns why it has no trace."""
 
         def say(text: str) -> None:
-            count = f"{len(found)} of {len(jobs)} programs, " if len(jobs) > 1 else ""
+            count = f"{len(results)} of {len(jobs)} programs, " if len(jobs) > 1 else ""
             progress(f"{count}{jobs[job]}: {text}")
 
         traced = _or_error(lambda: prepare(*job, platform, virtual_cpus=VIRTUAL_CPUS, progress=say))
         return (lambda: traced) if isinstance(traced, str) else traced
 
-    def keep(job: Job, result: Found) -> None:
+    def keep(job: Job, result: Result) -> None:
         if not isinstance(result, str):
             cache.put(keys[job], result.to_cache())
-        found[job] = result
+        results[job] = result
 
     # While memory on the host is measured, nothing else may run.
     for job in [job for job in missing if job[0].kind == "trace"]:
         keep(job, _or_error(ready(job)))
-    together = [job for job in missing if job not in found]
+    together = [job for job in missing if job not in results]
     with ThreadPoolExecutor(max_workers=_at_once(len(together))) as pool:
         started = {pool.submit(_or_error, ready(job)): job for job in together}
         for future in as_completed(started):
             keep(started[future], future.result())
-    return {job: found[job] for job in jobs}
+    return {job: results[job] for job in jobs}
 
 
 def _at_once(programs: int) -> int:

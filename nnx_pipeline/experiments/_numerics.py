@@ -44,15 +44,15 @@ def compare_arms(
     key = entry_key(Platform("cpu"), "numerics", mesh, *programs, experiment.tolerance)
     if (known := cache.get(key)) is not None:
         try:
-            kept = {**known[0], "all_zero": tuple(known[0]["all_zero"]), "measured": known[1]}
-            return Numerics(**kept)
+            fields = {**known[0], "all_zero": tuple(known[0]["all_zero"]), "measured": known[1]}
+            return Numerics(**fields)
         except (KeyError, TypeError):
             pass  # an entry that something else has written
     # JAX may not have been started yet, because measurements from the cache need no device.
     Platform("cpu").devices(virtual_cpus)
-    found = _compared(programs, mesh, experiment.tolerance)
-    cache.put(key, dataclasses.asdict(found))
-    return found
+    difference = _compared(programs, mesh, experiment.tolerance)
+    cache.put(key, dataclasses.asdict(difference))
+    return difference
 
 
 def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: float) -> Numerics:

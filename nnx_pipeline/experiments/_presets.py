@@ -52,12 +52,12 @@ def config_of(name: str, assignments: Sequence[str]) -> Config:
 def title(name: str, config: Config, mesh: MeshConfig) -> str:
     train, pipeline = config.train, config.pipeline
     microbatches = pipeline.num_microbatches or mesh.stage
-    told = f"batch {train.global_batch} × {train.sequence_length}"
+    sizes = f"batch {train.global_batch} × {train.sequence_length}"
     if mesh.stage > 1:
-        told += f", {counted(microbatches, 'microbatch')}"
-        told += f" × {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""
-        told += f", {pipeline.schedule}"
-    return f"one training step of {name} on {mesh}: {told}"
+        sizes += f", {counted(microbatches, 'microbatch')}"
+        sizes += f" × {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""
+        sizes += f", {pipeline.schedule}"
+    return f"one training step of {name} on {mesh}: {sizes}"
 
 
 def check(config: Config, axes: MeshConfig) -> None:

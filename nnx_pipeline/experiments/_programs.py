@@ -79,25 +79,25 @@ def prepare(
     mesh = mesh_of(program.config, sizes, platform, at_least=virtual_cpus)
     clock = Clock(progress)
     with jax.set_mesh(mesh), _context_of(program), traced_afresh():
-        held = _held_while_tracing(program, clock) if program.kind == "trace" else None
+        host_bytes = _tracing_memory(program, clock) if program.kind == "trace" else None
         traced = _traced(program, clock)
         lowered = lower_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
         model, length = program.config.model, program.config.train.sequence_length
         taken = {"attention": chosen(model.attention, length, model.dtype)}
     # The floor describes a config, and an arm with functions of its own is another program.
-    is_own = program == Program(program.config)
+    is_plain = program == Program(program.config)
 
     def measured() -> Measurement:
-        found = lowered.measure()
-        time = found.time
+        compiled = lowered.measure()
+        time = compiled.time
         if time is not None and program.kind == "step":
             needed = useful_flops(program.config, sizes)
             time = time.of_model(needed, bubble_share(program.config, sizes))
         return dataclasses.replace(
-            found,
-            trace_host_bytes=held,
+            compiled,
+            trace_host_bytes=host_bytes,
             time=time,
-            floor=floor(program.config, sizes, platform) if is_own else None,
+            floor=floor(program.config, sizes, platform) if is_plain else None,
             choices=taken,
         )
 
@@ -232,7 +232,7 @@ def _shardings_of(create: Callable[[], Mixtral]) -> nnx.Module:
     return variable_shardings(shapes, shapes.layout, jax.sharding.get_mesh())
 
 
-def _held_while_tracing(program: Program, clock: Clock) -> int:
+def _tracing_memory(program: Program, clock: Clock) -> int:
     """The most bytes that Python holds on the host while a program is traced.
 
     The program is traced once before, so that what is imported or cached at first use counts for

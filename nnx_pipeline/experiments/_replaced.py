@@ -29,7 +29,7 @@ class Replaced:
 def replaced(functions: Sequence[Replaced]) -> Iterator[None]:
     """A context in which these functions are replaced; AttributeError where one is not there."""
     with contextlib.ExitStack() as stack:
-        for one in functions:
-            module = importlib.import_module(one.module)
-            stack.enter_context(mock.patch.object(module, one.name, one.by))
+        for function in functions:
+            module = importlib.import_module(function.module)
+            stack.enter_context(mock.patch.object(module, function.name, function.by))
         yield

@@ -31,7 +31,7 @@ def run_experiments(
     mesh: MeshConfig,
     platform: Platform,
     *,
-    given: Collection[str] = (),
+    overrides: Collection[str] = (),
     cache: Cache = NO_CACHE,
     progress: Progress = lambda text: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
@@ -41,7 +41,7 @@ def run_experiments(
     - `experiments`: the experiments, run in order.
     - `config`, `mesh`: what all experiments start from.
     - `platform`: what to compile for.
-    - `given`: dotted keys of the config that the user chose; an outcome says where an arm has
+    - `overrides`: dotted keys of the config that the user chose; an outcome says where an arm has
       another value nevertheless.
     - `cache`: where figures are kept and looked up.
     - `progress`: called with a text when a phase begins.
@@ -69,7 +69,7 @@ def run_experiments(
         else:
             measured = (results[programs[0], mesh], results[programs[1], mesh])
             outcome = _outcome(experiment, measured, platform, numbers, progress)
-            notes = [outcome.note, *_overruled(experiment, config, programs, given)]
+            notes = [outcome.note, *_overruled(experiment, config, programs, overrides)]
             outcome = dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
             # The CPU machine code of some sixty programs is more than a process can map.
             jax.clear_caches()
@@ -141,11 +141,11 @@ def compare_steps(
 
 
 def _overruled(
-    experiment: Experiment, config: Config, programs: Sequence[Program], given: Collection[str]
+    experiment: Experiment, config: Config, programs: Sequence[Program], overrides: Collection[str]
 ) -> list[str]:
     """Which values that the user chose an experiment replaces, and by what in which arm."""
     notes = []
-    for key in given:
+    for key in overrides:
         chosen = value_of(config, key)
         values = {
             f"{arm.label} has {value_of(program.config, key)}"

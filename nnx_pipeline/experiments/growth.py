@@ -64,8 +64,8 @@ def sweep(
     for row, arms in zip(rows, programs, strict=True):
         for label, program in zip(labels, arms, strict=True):
             result = measured[program, row.mesh]
-            found = (None, result) if isinstance(result, str) else (result, "")
-            points[label].append(Point(value=row.value, result=found[0], error=found[1]))
+            pair = (None, result) if isinstance(result, str) else (result, "")
+            points[label].append(Point(value=row.value, result=pair[0], error=pair[1]))
     return Sweep(
         field=field,
         arms=tuple((label, tuple(points[label])) for label in labels),
@@ -93,17 +93,17 @@ def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[object
     if not fields:
         raise InputError("a sweep of no field; give one, as {'pipeline.num_microbatches': [4, 8]}")
     known, (first, values) = [*known_keys(), MESH], next(iter(fields.items()))
-    for field, given in fields.items():
+    for field, column in fields.items():
         if field not in known:
             raise InputError(f"sweep of {field}: no such config field; {nearest(field, known)}")
-        if len(given) != len(values):
+        if len(column) != len(values):
             raise InputError(
-                f"sweep of {field} has {len(given)} values and that of {first} {len(values)}; "
+                f"sweep of {field} has {len(column)} values and that of {first} {len(values)}; "
                 "fields that are swept together need equally many"
             )
     rows = []
     for at in range(len(values)):
-        texts = {field: str(given[at]) for field, given in fields.items()}
+        texts = {field: str(column[at]) for field, column in fields.items()}
         on = MeshConfig.parse(texts.pop(MESH)) if MESH in texts else mesh
         each = apply_overrides(config, texts)
         rows.append(_Row(str(on) if first == MESH else value_of(each, first), each, on))

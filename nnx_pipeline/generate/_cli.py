@@ -49,10 +49,10 @@ class Stored:
 
     def departures(self, config: Config, offered: Checkpoints) -> list[str]:
         """A sentence on each field of the model that is not as the checkpoint's own config says."""
-        own = offered.stored_config(self.checkpoint)
-        if own is None:
+        stored = offered.stored_config(self.checkpoint)
+        if stored is None:
             return []
-        said, taken = to_dict(own)["model"], to_dict(config)["model"]
+        said, taken = to_dict(stored)["model"], to_dict(config)["model"]
         return [
             f"model.{name} is {json.dumps(value)}, where the checkpoint's config says "
             f"{json.dumps(said[name])}"
@@ -96,14 +96,14 @@ class Drawing:
     seed: int
     end_token: str | None
 
-    def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
+    def request(self, prompts: tuple[tuple[int, ...], ...], end_tokens: tuple[int, ...]) -> Request:
         from nnx_pipeline.generate import Request, Sampling
 
         if self.end_token is not None:
-            ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
+            end_tokens = () if self.end_token == "none" else _ids("--end-token", self.end_token)
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
         sampling, count = Sampling(**drawn), self.new_tokens
-        return Request(prompts=prompts, new_tokens=count, end_tokens=ends, sampling=sampling)
+        return Request(prompts=prompts, new_tokens=count, end_tokens=end_tokens, sampling=sampling)
 
 
 def _ids(option: str, text: str) -> tuple[int, ...]:
@@ -245,8 +245,8 @@ def generate_command(
         for prompt, tokens, text in zip(before, made, texts, strict=True):
             write_output(",".join(map(str, tokens)) if text is None else f"{prompt}{text}")
     results = []
-    for own, tokens, text in zip(request.prompts, made, texts, strict=True):
+    for ids, tokens, text in zip(request.prompts, made, texts, strict=True):
         ended = tokens[-1] in request.end_tokens
-        results.append({"prompt_tokens": list(own), "tokens": tokens, "text": text, "ended": ended})
+        results.append({"prompt_tokens": list(ids), "tokens": tokens, "text": text, "ended": ended})
     about = {"checkpoint": stored.checkpoint, "mesh": place.mesh_config.sizes()}
     emit_json(json_path, {"schema": 1, **about, "config": to_dict(config), "results": results})

@@ -10,7 +10,7 @@ from nnx_pipeline.train._text import BYTE_VALUES, END
 
 FILE = "tokenizer.json"
 # Where Hugging Face folders say which tokens end a text, the first that says so.
-_ENDS = ("generation_config.json", "config.json")
+_END_TOKEN_FILES = ("generation_config.json", "config.json")
 
 
 class Tokenizer(Protocol):
@@ -40,8 +40,8 @@ class Bytes:
 
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
-        kept = (token for token in tokens if token != END)
-        parts = (bytes([token]) if token < BYTE_VALUES else b"\xff" for token in kept)
+        shown = (token for token in tokens if token != END)
+        parts = (bytes([token]) if token < BYTE_VALUES else b"\xff" for token in shown)
         return b"".join(parts).decode("utf-8", "replace")
 
 
@@ -51,17 +51,17 @@ class FromFile:
     def __init__(self, path: Path) -> None:
         tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
         try:
-            self._own: Any = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
-        self.vocab_size = self._own.get_vocab_size()
+        self.vocab_size = self._tokenizer.get_vocab_size()
         self.end_tokens = _end_tokens(path.parent)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._own.encode(text).ids)
+        return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._own.decode(tokens))
+        return str(self._tokenizer.decode(tokens))
 
 
 def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
@@ -78,7 +78,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
             "not bytes; give --tokenizer FILE, or the prompt as --tokens"
         )
     if name in (None, "bytes"):
-        found: Tokenizer = Bytes()
+        tokenizer: Tokenizer = Bytes()
     else:
         path = local(str(name))
         path = path / FILE if path.is_dir() else path
@@ -87,13 +87,13 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
                 f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
                 "name another file"
             )
-        found = FromFile(path)
-    if found.vocab_size > vocab_size:
+        tokenizer = FromFile(path)
+    if tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"the tokenizer has {found.vocab_size} tokens and the model {vocab_size} "
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size} "
             "(model.vocab_size); give --tokenizer with that of the model, or --tokens"
         )
-    return found
+    return tokenizer
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
 
     A file that says something else there is refused: texts would go on after their end.
     """
-    for path in (folder / name for name in _ENDS):
+    for path in (folder / name for name in _END_TOKEN_FILES):
         if not path.is_file():
             continue
         try:
@@ -114,7 +114,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         if said is None:
             continue
         ids = said if isinstance(said, list) else [said]
-        if any(type(one) is not int for one in ids):
+        if any(type(token) is not int for token in ids):
             raise InputError(
                 f"{path} has the eos_token_id {said!r}, and not a token id or a list of them; "
                 "correct the file"

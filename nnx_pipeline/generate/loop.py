@@ -105,19 +105,19 @@ def generate(
     """
     request.check(model.config.model.vocab_size, model.config.model.max_position_embeddings)
     prefill, decode = _programs(model, request.sampling, _Prompts.of(request))
-    found: list[list[int]] = [[] for _ in request.prompts]
-    going, state = list(range(len(found))), prefill()
+    generated: list[list[int]] = [[] for _ in request.prompts]
+    going, state = list(range(len(generated))), prefill()
     for number in range(request.new_tokens):
         if number:
             state = decode(state)
         tokens = np.asarray(state[1]).tolist()
         for sequence in going:
-            found[sequence].append(tokens[sequence])
+            generated[sequence].append(tokens[sequence])
         progress()
-        going = [one for one in going if found[one][-1] not in request.end_tokens]
+        going = [row for row in going if generated[row][-1] not in request.end_tokens]
         if not going:
             break
-    return found
+    return generated
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _programs(
         logits = place(logits[:, 0], P(None, None))
         return next_tokens(logits, sampling, keys, positions)
 
-    def kept(model: Mixtral) -> PyTree:
+    def caches_of(model: Mixtral) -> PyTree:
         # In auto mode the compiler would choose where the caches are, and copy them at every step.
         model.pipeline.layers = place_by(model.pipeline.layers, model.layout)
         if model.early is not None:
@@ -175,13 +175,13 @@ def _programs(
     def prefill(model: Mixtral, tokens: Array, lengths: Array) -> _State:
         cached = make(model)
         logits = cached(tokens, at=lengths - 1)
-        return kept(cached), chosen(logits, lengths), lengths
+        return caches_of(cached), chosen(logits, lengths), lengths
 
     @functools.partial(jax.jit, donate_argnums=0)
     def decode(caches: PyTree, weights: PyTree, tokens: Array, positions: Array) -> _State:
         cached = nnx.merge(graph, caches, weights)
         logits = cached(tokens[:, None], positions=positions[:, None])
-        return kept(cached), chosen(logits, positions + 1), positions + 1
+        return caches_of(cached), chosen(logits, positions + 1), positions + 1
 
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     return (
@@ -219,9 +219,9 @@ def check_generation(config: Config, mesh: MeshConfig, length: int) -> None:
 
     The number of repeats is not checked: loading chooses one that fits.
     """
-    found = generation_config(config)
-    once = dataclasses.replace(found.pipeline, num_repeats=1)
-    dataclasses.replace(found, pipeline=once).for_batch(rows_on(mesh)).check_mesh(mesh, length)
+    generation = generation_config(config)
+    once = dataclasses.replace(generation.pipeline, num_repeats=1)
+    dataclasses.replace(generation, pipeline=once).for_batch(rows_on(mesh)).check_mesh(mesh, length)
 
 
 def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
@@ -233,10 +233,10 @@ def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
     `[repeats, stages, layers per stage, microbatches, …]`, sharded over stages, sequences and
     key-value heads.
     """
-    found, microbatches = generation_config(model.config), ambient_mesh().stage
-    pipeline = dataclasses.replace(found.pipeline, num_microbatches=microbatches)
+    generation, microbatches = generation_config(model.config), ambient_mesh().stage
+    pipeline = dataclasses.replace(generation.pipeline, num_microbatches=microbatches)
     # The default batch of a config is not the one of this model.
-    config = dataclasses.replace(found.for_batch(batch), pipeline=pipeline)
+    config = dataclasses.replace(generation.for_batch(batch), pipeline=pipeline)
     layout = model.embedding.layout
     made = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0), layout=layout))
     cached: Mixtral = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(model))
@@ -263,7 +263,7 @@ def _empty_cache(
     **sizes: int,
 ) -> KeyValueCache:
     """The empty caches of stacked layers, whose stacked axes have these sizes and logical axes."""
-    one = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
+    cache = jax.eval_shape(lambda layer: layer.new_cache(**sizes), attention)
 
     def stacked(variable: Variable) -> Variable:
         inner = variable.get_value()
@@ -273,7 +273,7 @@ def _empty_cache(
         zeros = jnp.zeros(shape, inner.dtype, out_sharding=layouts.out_sharding(spec))
         return nnx.Cache(place(zeros, spec) if layouts.mesh_sizes() else zeros, logical_axes=axes)
 
-    empty: KeyValueCache = jax.tree.map(stacked, one, is_leaf=layouts.is_variable)
+    empty: KeyValueCache = jax.tree.map(stacked, cache, is_leaf=layouts.is_variable)
     return empty
 
 

@@ -78,9 +78,9 @@ def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array
     # With the largest logit at 0, division by a small temperature gives -inf, and no inf, of which
     # several would be equally likely.
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-    kept = restricted(logits / sampling.temperature, sampling)
-    own = jax.vmap(jax.random.fold_in)(keys, positions)
-    return jax.vmap(jax.random.categorical)(own, kept).astype(jnp.int32)
+    candidates = restricted(logits / sampling.temperature, sampling)
+    folded = jax.vmap(jax.random.fold_in)(keys, positions)
+    return jax.vmap(jax.random.categorical)(folded, candidates).astype(jnp.int32)
 
 
 def restricted(logits: Array, sampling: Sampling) -> Array:

@@ -37,7 +37,7 @@ Loss = tuple[Array, tuple[Array, RouterMetrics]]
 
 
 @dataclass(frozen=True)
-class Ends:
+class OuterLayers:
     """What comes before and after the layers: embedding, final norm and head.
 
     - `embed`: (`table`, token ids `[…, seq]`, sharding of the result) to `[…, seq, embed]`.
@@ -65,7 +65,7 @@ class Decoder:
 
     config: Config
     runner: Runner
-    ends: Ends
+    outer: OuterLayers
     run_layers: Callable[..., tuple[Array, PyTree]]
     run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
 
@@ -80,7 +80,7 @@ class Decoder:
             zero = jnp.zeros((), hidden.dtype)
             hidden = jnp.sum(jnp.where(wanted[:, :, None], hidden, zero), axis=1, keepdims=True)
         cap = self.config.model.logits_soft_cap
-        return logits_of(hidden, self.ends.head, cap=cap, layout=self.ends.layout)
+        return logits_of(hidden, self.outer.head, cap=cap, layout=self.outer.layout)
 
     def hidden(
         self, tokens: Array, side: Side, keys: Array | None = None
@@ -89,9 +89,9 @@ class Decoder:
         self._check_batch(tokens, side)
         batches = self.runner.batches
         read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
-        x = self._enter((self.ends.table, self.ends.early_layers), read, batches.axes)
+        x = self._embed((self.outer.table, self.outer.early_layers), read, batches.axes)
         x, metrics = self.run_layers(x, side, keys=keys)
-        return self.ends.norm(self.ends.scale, x), RouterMetrics.unpacked(metrics)
+        return self.outer.norm(self.outer.scale, x), RouterMetrics.unpacked(metrics)
 
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
@@ -111,8 +111,8 @@ class Decoder:
         hidden, router = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
-        entropy_of = self._entropy(self.ends.layout, batches.axes, train.loss_chunks)
-        loss = entropy = entropy_of(hidden, self.ends.head, wanted)
+        entropy_of = self._entropy(self.outer.layout, batches.axes, train.loss_chunks)
+        loss = entropy = entropy_of(hidden, self.outer.head, wanted)
         if train.load_balance_weight:
             loss = loss + train.load_balance_weight * router.load_balance
         if train.router_z_loss_weight:
@@ -129,7 +129,7 @@ class Decoder:
         train, model = self.config.for_batch(*tokens.shape).train, self.config.model
         sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
         shape = (*sequences, model.embed_dim)
-        head, layout = losses.hold_columns(self.ends.head, shape, axes, self.ends.layout)
+        head, layout = losses.hold_columns(self.outer.head, shape, axes, self.outer.layout)
         of_metrics = loss_weights(
             train.load_balance_weight, train.router_z_loss_weight, model.num_experts
         )
@@ -139,33 +139,33 @@ class Decoder:
         lift = losses.lift_of(jnp.asarray(wanted.weights), narrow, summed=True)
 
         def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
-            return self._enter(weights, read, axes)
+            return self._embed(weights, read, axes)
 
         entropy_of = self._entropy(layout, axes, train.loss_chunks_of(batches.microbatches))
 
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            return entropy_of(self.ends.norm(scale, x), head, wanted)
+            return entropy_of(self.outer.norm(scale, x), head, wanted)
 
-        first, last = (self.ends.table, self.ends.early_layers), (self.ends.scale, head)
-        ends = ModelEnds(enter, first, leave, last, lift)
+        first, last = (self.outer.table, self.outer.early_layers), (self.outer.scale, head)
+        model_ends = ModelEnds(enter, first, leave, last, lift)
         inputs = ((tokens, self._early_side(side, keys)), wanted)
         loss, (entropy, metrics) = self.run_loss(
-            ends, inputs, side, keys=keys, metric_weights=of_metrics
+            model_ends, inputs, side, keys=keys, metric_weights=of_metrics
         )
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
     def _early_side(self, side: Side, keys: Array | None) -> Side:
-        return {} if self.ends.early is None else with_keys(side, keys)
+        return {} if self.outer.early is None else with_keys(side, keys)
 
-    def _enter(
+    def _embed(
         self, weights: PyTree, read: tuple[Array, Side], batch_axes: tuple[str, ...]
     ) -> Array:
         """What the layers of the pipeline read, sharded by the logical axes `batch_axes`."""
         (table, layers), (tokens, side) = weights, read
         spec = self.runner.layout.spec(*batch_axes, None, None)
-        x = constrain(self.ends.embed(table, tokens, spec), spec)
-        return x if self.ends.early is None else self.ends.early(layers, x, side, batch_axes)
+        x = constrain(self.outer.embed(table, tokens, spec), spec)
+        return x if self.outer.early is None else self.outer.early(layers, x, side, batch_axes)
 
     def _entropy(
         self, layout: Layout, batch_axes: tuple[str, ...], chunks: int
@@ -192,16 +192,16 @@ def _check_array(
 
     `shape` is None for the tokens, whose shape others must have.
     """
-    dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
+    dtype, actual = getattr(array, "dtype", None), getattr(array, "shape", ())
     numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
     must = "[batch, seq]" if shape is None else f"{[*shape]}, one for each {_ONE[len(shape)]}"
     if dtype is None:
         cure = "give an array, as by jnp.asarray"
     elif not jnp.issubdtype(dtype, kind):
         cure = f"cast them, as by {name}.astype({cast!r})"
-    elif shape is None and len(found) != 2:
+    elif shape is None and len(actual) != 2:
         cure = "one sequence is given as tokens[None]"
-    elif shape is not None and found != shape:
+    elif shape is not None and actual != shape:
         cure = f"give `{name}` that shape"
     else:
         return
@@ -358,7 +358,7 @@ class Mixtral(nnx.Module):
                 early = place_by(shards.dense_layers, self.layout)
             layers = Zero1Layers(layers, shards.pipeline.layers)
         table = embedding.embedding[...]
-        ends = Ends(
+        outer = OuterLayers(
             embed=lambda table, tokens, spec: table(tokens, out=spec),
             norm=lambda scale, x: scale(x),
             table=embedding,
@@ -372,4 +372,4 @@ class Mixtral(nnx.Module):
         if self.cached:
             run_layers = self.pipeline.run
         run_loss = functools.partial(runner.loss, layers)
-        return Decoder(self.config, runner, ends, run_layers, run_loss)
+        return Decoder(self.config, runner, outer, run_layers, run_loss)

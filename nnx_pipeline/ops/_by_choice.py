@@ -26,7 +26,7 @@ class ExpertAxes:
     # Found where the layer is called: inside the functions of one device the mesh looks different.
     kind: str
     experts: int
-    own: int
+    local_experts: int
     batch: tuple[str, ...]
     owners: tuple[str, ...]
     embed: tuple[str, ...]
@@ -40,7 +40,7 @@ class ExpertAxes:
         axes = cls(
             kind=kind,
             experts=experts,
-            own=experts // layout.size("expert"),
+            local_experts=experts // layout.size("expert"),
             batch=layout.axes("batch"),
             owners=layout.axes("expert"),
             embed=layout.axes("embed_of_expert"),

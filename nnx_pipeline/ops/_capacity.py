@@ -50,8 +50,8 @@ def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capa
     `num_experts`, and takes no slot.
     """
 
-    def one(experts: Array) -> tuple[Array, Array]:
-        order = sort_by_expert(experts.T, first=0, own=num_experts, tile=1)
+    def by_sequence(experts: Array) -> tuple[Array, Array]:
+        order = sort_by_expert(experts.T, first=0, count=num_experts, tile=1)
         starts = jnp.cumsum(order.sizes) - order.sizes
         slot = jnp.arange(capacity)
         rows = jnp.minimum(starts[:, None] + slot, len(order.choices) - 1)
@@ -63,7 +63,7 @@ def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capa
         places = jnp.where(experts < num_experts, places, none + 1)
         return choices.astype(jnp.int32), places.astype(jnp.int32)
 
-    return Slots(*jax.vmap(one)(experts))
+    return Slots(*jax.vmap(by_sequence)(experts))
 
 
 def to_slots(

@@ -92,23 +92,23 @@ def _look_up(
     spread = spec_axes(out)
     # A mesh axis that shards the table may also shard the tokens. Along such an axis tokens are
     # gathered before the look-up, and afterwards each device takes back the rows of its own tokens.
-    summed_apart = _only(vocab, spread)
+    scattered = _only(vocab, spread)
     summed = tuple(axis for axis in vocab if axis not in spread)
     turned = _only(embed, spread)
     whole = tuple(axis for axis in embed if axis not in spread)
 
     def local(table: Array, tokens: Array) -> Array:
-        own = tokens.reshape(-1)
-        shared = (*summed_apart, *turned)
-        asked = jax.lax.all_gather(own, shared, tiled=True) if shared else own
+        flat = tokens.reshape(-1)
+        shared = (*scattered, *turned)
+        ids = jax.lax.all_gather(flat, shared, tiled=True) if shared else flat
         # The row of each id within this device's part of the vocabulary, which may not hold it.
-        row = asked - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
+        row = ids - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
         here = (row >= 0) & (row < table.shape[0])
         rows = table.at[jnp.where(here, row, 0)].get(mode="promise_in_bounds").astype(dtype)
         rows = jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype))
         # Exactly one device along the axes of the vocabulary holds a row, so a sum selects it.
-        if summed_apart:
-            rows = jax.lax.psum_scatter(rows, summed_apart, scatter_dimension=0, tiled=True)
+        if scattered:
+            rows = jax.lax.psum_scatter(rows, scattered, scatter_dimension=0, tiled=True)
         if summed:
             rows = jax.lax.psum(rows, summed)
         # So far each device has only its columns of the rows.

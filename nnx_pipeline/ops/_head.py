@@ -55,8 +55,8 @@ def head_of_table(
     # With `tied_head_dtype="bfloat16"` its values are rounded, and its gradient is not.
     if config.tied_head_dtype is None:
         return table.T
-    kept = jnp.finfo(config.tied_head_dtype)
+    finfo = jnp.finfo(config.tied_head_dtype)
     # Unlike two casts, which a compiler may leave out, this always rounds.
-    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(table), kept.nexp, kept.nmant)
+    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(table), finfo.nexp, finfo.nmant)
     # The difference is exact, so that the sum is the rounded value.
     return (table + (rounded - jax.lax.stop_gradient(table))).T

@@ -189,8 +189,8 @@ def _tokens_travel(
 
     if not rows:
         return False
-    apart = count(axis for axis in spread if axis not in (*stored, *rows))
-    tokens = math.prod(hidden_shape[:-1]) // apart
+    shards = count(axis for axis in spread if axis not in (*stored, *rows))
+    tokens = math.prod(hidden_shape[:-1]) // shards
     return 2 * tokens < 3 * columns // count(stored)
 
 
@@ -240,14 +240,14 @@ def _loss_forward(
         "does not give; use jax.lax.stop_gradient on them",
         primals[-1],
     )
-    given: tuple[Array, ...] = values_of(primals)
-    hidden, kernel, targets, weights = given
-    kept_dtype, lift = kernel.dtype, lift_of(weights, hidden.dtype)
+    arrays: tuple[Array, ...] = values_of(primals)
+    hidden, kernel, targets, weights = arrays
+    gradient_dtype, lift = kernel.dtype, lift_of(weights, hidden.dtype)
     of_dtype = jnp.zeros((), kernel.dtype)
     if lift is not None:
         # Most probabilities of a large vocabulary are small beside the largest weight.
         lift = 64 * lift
-        kept_dtype, weights = jnp.dtype(jnp.float32), weights.astype(jnp.float32) * lift
+        gradient_dtype, weights = jnp.dtype(jnp.float32), weights.astype(jnp.float32) * lift
 
     def local(
         hidden: Array, kernel: Array, targets: Array, weights: Array
@@ -275,7 +275,7 @@ def _loss_forward(
         return (
             _sum(total, plan.tokens),
             hidden_gradient,
-            _reduce_kernel(kernel_gradient, plan).astype(kept_dtype),
+            _reduce_kernel(kernel_gradient, plan).astype(gradient_dtype),
         )
 
     out_specs = (P(), plan.hidden, plan.kernel)
@@ -344,13 +344,13 @@ def _columns(logits: Array, plan: _Plan) -> Array:
 def _cut(plan: _Plan, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
     """`[*batch, seq, …]` to `[chunks, tokens, …]`; each chunk has a piece of every sequence."""
 
-    def one(x: Array, trailing: int) -> Array:
+    def pieces(x: Array, trailing: int) -> Array:
         length = x.shape[x.ndim - 1 - trailing]
         tail = x.shape[x.ndim - trailing :]
         x = x.reshape(-1, plan.chunks, length // plan.chunks, *tail)
         return jnp.swapaxes(x, 0, 1).reshape(plan.chunks, -1, *tail)
 
-    return one(hidden, 1), one(targets, 0), one(weights, 0)
+    return pieces(hidden, 1), pieces(targets, 0), pieces(weights, 0)
 
 
 def _join(pieces: Array, shape: tuple[int, ...]) -> Array:

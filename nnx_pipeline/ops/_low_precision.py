@@ -95,9 +95,9 @@ def _rounded_product(
     summed = [axis for axis in names[0] if axis not in result]
     with jax.numpy_dtype_promotion("standard"):  # Qwix multiplies sums of integers by scales
         for x, dtype, axes in zip(operands, dtypes, names, strict=True):
-            apart = [number for number, axis in enumerate(axes) if axis in result]
+            channels = [number for number, axis in enumerate(axes) if axis in result]
             # The scales multiply sums, which have more digits than the operands.
-            scales = {"channelwise_axes": apart, "scale_dtype": jnp.float32}
+            scales = {"channelwise_axes": channels, "scale_dtype": jnp.float32}
             rounded.append(qwix.quantize(x, dtype, **scales))
         # Not `qwix.einsum`, which exchanges the operands and gives `out_sharding` to that product.
         over = tuple(tuple(map(axes.index, summed)) for axes in names)

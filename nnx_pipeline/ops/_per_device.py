@@ -101,8 +101,8 @@ def one_by_one(function: Callable[..., OfDevice]) -> Callable[..., OfDevice]:
     @call.def_vmap
     def _rule(size: int, batched: list[bool], *args: Array) -> tuple[OfDevice, PyTree]:
         def at(entries: tuple[Array, ...]) -> OfDevice:
-            own = iter(entries)
-            rest = [next(own) if yes else arg for arg, yes in zip(args, batched, strict=True)]
+            values = iter(entries)
+            rest = [next(values) if yes else arg for arg, yes in zip(args, batched, strict=True)]
             results: OfDevice = call(*rest)
             return results
 
@@ -165,10 +165,10 @@ def differentiable(
 
         ins = (out_spec, *in_specs, *(on_devices for _ in residuals))
         outs = tuple(spec for spec, arg in zip(in_specs, args, strict=True) if _is_float(arg))
-        found = per_device(one_by_one(local), ins, outs, refusal=refusal)(
+        gradients = per_device(one_by_one(local), ins, outs, refusal=refusal)(
             cotangent, *args, *residuals
         )
-        return put(found, others=None)
+        return put(gradients, others=None)
 
     call.defvjp(forward, backward)
     return call
@@ -184,9 +184,9 @@ def _floats_of(args: Sequence[Array]) -> tuple[tuple[Array, ...], Callable[..., 
     keep = object()
 
     def put(floats: Sequence[Any], others: Any = keep) -> tuple[Any, ...]:
-        own = iter(floats)
+        values = iter(floats)
         return tuple(
-            next(own) if _is_float(arg) else arg if others is keep else others for arg in args
+            next(values) if _is_float(arg) else arg if others is keep else others for arg in args
         )
 
     return tuple(arg for arg in args if _is_float(arg)), put

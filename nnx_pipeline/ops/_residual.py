@@ -16,14 +16,14 @@ def add_to_stream(
     update: Float[Array, "batch seq embed"],
     *,
     keys: Keys | None,
-    place: int,
+    number: int,
     rate: float,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """stream + dropout(update), whose mask depends on its number `place` within the layer."""
+    """stream + dropout(update), whose mask depends on its `number` within the layer."""
     spec = layout.spec("batch", None, None)
     if keys is not None and rate:
-        update = dropout(update, keys, rate=rate, number=place, spec=spec)
+        update = dropout(update, keys, rate=rate, number=number, spec=spec)
     return constrain(stream + update, spec)
 
 
@@ -34,6 +34,6 @@ def two_updates(
     add: Callable[..., Array],
 ) -> tuple[Float[Array, "batch seq embed"], Reported]:
     """h = x + attend(x); y = h + feed_forward(h); returns y and what `feed_forward` reports."""
-    h = add(x, attend(x), place=0)
+    h = add(x, attend(x), number=0)
     mixed, reported = feed_forward(h)
-    return add(h, mixed, place=1), reported
+    return add(h, mixed, number=1), reported

@@ -66,8 +66,8 @@ def route(
         scores = jax.nn.sigmoid(wide) if sigmoid else jax.nn.softmax(wide, axis=-1)
         experts = choose_experts(jax.lax.stop_gradient(scores), routing, bias)
         takes = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
-        kept = scores + bias if bias is not None and routing.weighs_bias else wide
-        top = jnp.sum(takes * kept[..., None, :], axis=-1)
+        weighed = scores + bias if bias is not None and routing.weighs_bias else wide
+        top = jnp.sum(takes * weighed[..., None, :], axis=-1)
     if routing.weighs_bias:
         weights = _shares(top) if routing.normalize else top
     elif routing.score == "sigmoid":

@@ -140,14 +140,14 @@ def _show_plan(
     from nnx_pipeline.pipeline._timetable.figure import make_both, write_picture
 
     views: list[Any] = [text.summary(plan), text.Timetable(plan), text.legend(plan)]
-    own = {}
+    layers = {}
     if numbers.layers is not None:
         stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
         views += [text.summary_of_layers(stack, plan), text.layers_table(stack)]
-        own = {"layers": text.layers_to_json(stack, plan)}
+        layers = {"layers": text.layers_to_json(stack, plan)}
     for view in views:
         show(view, json_path=json_path)
-    emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
+    emit_json(json_path, {"schema": 1, **plan.to_json(), **layers})
     if files.picture:
         write_picture(plan, files.picture)
     if files.both:
@@ -167,8 +167,8 @@ def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
     numbers = ("stages", "microbatches", "repeats", "delay", "layers")
     for option in (*numbers, "name", "picture", "both", "csv"):
         if context.get_parameter_source(option) is from_the_line:
-            given = "schedule" if option == "name" else option
-            raise InputError(f"--{given} has no meaning with --read; leave it out")
+            flag = "schedule" if option == "name" else option
+            raise InputError(f"--{flag} has no meaning with --read; leave it out")
     check_outputs(json=json_path)
     if json_path and os.path.realpath(json_path) == os.path.realpath(str(files.read)):
         raise InputError(f"--json would write over {files.read}, which --read reads; name another")

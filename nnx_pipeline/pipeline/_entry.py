@@ -7,13 +7,13 @@ auto mode the compiler moves what is placed elsewhere.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted, divides
@@ -49,7 +49,7 @@ def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
 def by_names(tree: PyTree, layout: Layout) -> PyTree:
     """The module with every variable moved to the placement of its logical axes."""
 
-    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    def moved(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         axes = variable.get_metadata().get("logical_axes")
         if axes is None:
             raise InputError(
@@ -62,7 +62,7 @@ def by_names(tree: PyTree, layout: Layout) -> PyTree:
         new = _moved(old, "a parameter", lambda _: [*spec])
         return variable if new is old else variable.replace(new)
 
-    return jax.tree.map(one, tree, is_leaf=is_variable)
+    return jax.tree.map(moved, tree, is_leaf=is_variable)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Batches:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             shape = jnp.shape(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
             if shape is None or shape[:1] != (batch,):
-                found = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
+                text = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
                 raise InputError(
-                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {found}; it must be "
+                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {text}; it must be "
                     f"an array whose first axis is the batch of {batch}, or Shared(…) if all "
                     "sequences read the same"
                 )
@@ -124,8 +124,8 @@ class Batches:
         elif self.layout.axes("copy"):
             # Each copy gets its part of every microbatch, as when these go through one by one.
             copies = self.layout.size("copy")
-            own = (copies, x.shape[0] // copies, *x.shape[1:])
-            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(own)
+            shape = (copies, x.shape[0] // copies, *x.shape[1:])
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(shape)
         return place(x, self.layout.spec(*self.axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
@@ -141,8 +141,8 @@ class Batches:
             x = x.reshape(batch, *x.shape[len(self.axes) :])
         elif self.layout.axes("copy"):
             x = place(x, self.layout.spec(*[None] * x.ndim))
-            own = x.shape[1] // self.microbatches
-            x = x.reshape(self.layout.size("copy"), self.microbatches, own, *x.shape[2:])
+            size = x.shape[1] // self.microbatches
+            x = x.reshape(self.layout.size("copy"), self.microbatches, size, *x.shape[2:])
             x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
         return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
 
@@ -150,8 +150,8 @@ class Batches:
         """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
         x = place(as_arrays(x, "an input"), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
-        own = x.shape[0] // math.prod((self.microbatches, *copies))
-        return x.reshape(self.microbatches, *copies, own, *x.shape[1:])
+        size = x.shape[0] // math.prod((self.microbatches, *copies))
+        return x.reshape(self.microbatches, *copies, size, *x.shape[1:])
 
 
 def batch_of(x: PyTree) -> int:
@@ -160,9 +160,9 @@ def batch_of(x: PyTree) -> int:
     for leaf in leaves or [x]:
         kind = getattr(leaf, "dtype", None)
         if kind is None or not jnp.issubdtype(kind, jnp.floating) or not leaf.shape:
-            found = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
+            text = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
             raise InputError(
-                f"the activations of a pipeline hold {found}; they must be floating-point arrays "
+                f"the activations of a pipeline hold {text}; they must be floating-point arrays "
                 "[batch, …]; pass other arrays as side inputs, which every layer reads"
             )
     sizes = sorted({leaf.shape[0] for leaf in leaves})
@@ -184,7 +184,7 @@ def _each(tree: PyTree, what: str, wanted: Callable[[list[Entry]], list[Entry]])
     return jax.tree.map(lambda leaf: _moved(leaf, what, wanted), tree)
 
 
-def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
+def _moved(leaf: ArrayLike, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
     """Moves an array from its spec to `wanted(spec)`."""
     try:
         x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

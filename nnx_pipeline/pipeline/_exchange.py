@@ -99,12 +99,12 @@ def slot(tree: PyTree, index: Array) -> PyTree:
 def to_stages(tree: PyTree, stages: int) -> PyTree:
     """Adds a first axis of stages to arrays that every stage holds; nothing is sent."""
 
-    def one(leaf: Array) -> Array:
+    def spread(leaf: Array) -> Array:
         spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
         shape, axes = (stages, *leaf.shape), tuple(range(1, leaf.ndim + 1))
         return over_stage(jax.lax.broadcast_in_dim(leaf, shape, axes, out_sharding=spec))
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(spread, tree)
 
 
 def from_stage(tree: PyTree, stage: int) -> PyTree:
@@ -130,9 +130,9 @@ def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Ar
 def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Array:
     """As `empty_ring`, in host memory."""
     # Slot by slot: of a buffer that is sent as a whole, the device would hold a copy first.
-    one = empty_ring(like, None, fill)
+    slot = empty_ring(like, None, fill)
     send = functools.partial(jax.device_put, device=jax.memory.Space.Host)
-    _, ring = jax.lax.scan(lambda one, _: (one, send(one)), one, None, length=slots)
+    _, ring = jax.lax.scan(lambda slot, _: (slot, send(slot)), slot, None, length=slots)
     return jnp.swapaxes(ring, 0, 1)
 
 
@@ -141,19 +141,19 @@ def push(
 ) -> PyTree:
     """Moves a slot, with `column` in it, to the stage before; the last stage puts `new` there."""
 
-    def one(leaf: Array, column: Array, new: Array) -> Array:
+    def push_leaf(leaf: Array, column: Array, new: Array) -> Array:
         moved = where(last, new, shift(column, by=-1, how=how))
         written: Array = jax.lax.dynamic_update_index_in_dim(leaf, moved, index, axis=1)
         return written
 
-    return jax.tree.map(one, tree, column, new)
+    return jax.tree.map(push_leaf, tree, column, new)
 
 
-def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
+def where(condition: Array, x: PyTree, y: PyTree) -> PyTree:
     """As `jnp.where` on every leaf; the condition may be `[stages]` for leaves `[stages, …]`."""
 
     def pick(a: Array, b: Array) -> Array:
         wide = condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim))
         return jnp.where(wide, a, b)
 
-    return jax.tree.map(pick, one, other)
+    return jax.tree.map(pick, x, y)

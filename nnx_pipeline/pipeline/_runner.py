@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from nnx_pipeline.pipeline._stacked import StackedLayers, check_layer_state
 from nnx_pipeline.pipeline.circular.run import run_pipeline
 from nnx_pipeline.pipeline.contract import Inputs, ModelEnds, ModelFunctions, Weights, check_loss
 from nnx_pipeline.pipeline.gather import gathered_axes
-from nnx_pipeline.pipeline.layers import apart, with_keys
+from nnx_pipeline.pipeline.layers import split_shared, with_keys
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
 from nnx_pipeline.pipeline.schedule import (
@@ -30,7 +30,7 @@ from nnx_pipeline.pipeline.schedule import (
 )
 from nnx_pipeline.pipeline.stage._split import BatchSplit
 from nnx_pipeline.pipeline.stage._whole_batch import run_whole_batch
-from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, StageLayers
+from nnx_pipeline.pipeline.stage.layers import LayerSequence, Side, StageLayers
 from nnx_pipeline.pipeline.stage.state import WithState, parted
 from nnx_pipeline.sharding.layout import Layout, P, is_explicit, place
 
@@ -56,7 +56,7 @@ class Runner:
 
     def run(
         self, layers: PyTree, x: PyTree, side: Side, *, keys: Array | None = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
         - `layers`: as `split_state` gives them. What they leave of their state, if any, is returned
@@ -66,14 +66,14 @@ class Runner:
         - `keys`: for dropout, as `sharding.dropout.sequence_keys` makes them; None leaves it out.
         """
         check_layer_state(layers, self.config, self.layout, self.num_stages)
-        side, shared = apart(with_keys(side, keys))
+        side, shared = split_shared(with_keys(side, keys))
         first = jax.tree.leaves(x)[0]
         self.batches.check_inputs(side, math.prod(first.shape[: len(self.batches.axes)]))
         if not self.in_microbatches:
             side = jax.tree.map(self.batches.arrange, side)
             params, state = parted(layers)
             kinds = self._stacked_layers.kinds(params, self.layout)
-            copies_of = self._stacked_layers.copies_of_one
+            copies_of = self._stacked_layers.copies_of_layer
             return run_whole_batch(
                 kinds, x, side, state, stage=self._stage(shared), copies_of=copies_of
             )
@@ -98,7 +98,7 @@ class Runner:
     ) -> PyTree:
         """As `CircularPipeline.loss`, with `keys` as for `run`."""
         check_layer_state(layers, self.config, self.layout, self.num_stages)
-        side, shared = apart(with_keys(side, keys))
+        side, shared = split_shared(with_keys(side, keys))
         check_loss(ends, inputs, self.config.schedule)
         arrays = (inputs[0], side, inputs[1])
         for leaf in jax.tree.leaves(inputs[0])[:1]:
@@ -133,12 +133,12 @@ class Runner:
             return x
         batch = self.layout.spec(*self.batches.axes[1:])
 
-        def one(leaf: Array) -> Array:
+        def placed(leaf: Array) -> Array:
             spec = jax.typeof(leaf).sharding.spec
             wanted = P(*batch, *spec[len(batch) :])
             return leaf if spec == wanted else place(leaf, wanted)
 
-        return jax.tree.map(one, x)
+        return jax.tree.map(placed, x)
 
     @property
     def batches(self) -> Batches:
@@ -191,18 +191,18 @@ class Runner:
         layout = self.layout.gathered(gathered_axes(self.config))
         microbatches = 1 if self.in_microbatches else self.batches.microbatches
         split = self.split(shared)
-        return StageLayers(self.stack, self._in_turn, layout, split, shared, microbatches)
+        return StageLayers(self.stack, self._sequence, layout, split, shared, microbatches)
 
     @property
-    def _in_turn(self) -> LayersInTurn:
+    def _sequence(self) -> LayerSequence:
         remat = POLICIES[self.config.remat]
         stack = self.stack
-        return LayersInTurn(stack.per_stage, stack.kinds, remat, self.in_microbatches)
+        return LayerSequence(stack.per_stage, stack.kinds, remat, self.in_microbatches)
 
     @property
     def _stacked_layers(self) -> StackedLayers:
-        apart = self._in_turn.apart
-        return StackedLayers(self.config, self.stack, self.layout, self.weights, apart)
+        unrolled = self._sequence.unrolled
+        return StackedLayers(self.config, self.stack, self.layout, self.weights, unrolled)
 
     def _options(self, layers: PyTree) -> LoopOptions:
         # One layer's input is the stage's input, which is saved anyway.

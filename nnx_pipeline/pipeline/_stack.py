@@ -60,12 +60,12 @@ def make_stack(
         )
     per_stage = -(-layers // visits)
     if not pad:
-        in_turn = f" × {kinds} kinds in turn" if kinds > 1 else ""
+        cycle = f" × {kinds} kinds in turn" if kinds > 1 else ""
         divides(
             visits * kinds,
             layers,
             rule=f"{do_not_split(layers, 'layer')} into {counted(stages, 'stage')} × "
-            f"{counted(repeats, 'repeat')}{in_turn}",
+            f"{counted(repeats, 'repeat')}{cycle}",
             cure="or set pipeline.pad_layers=true, which pads to "
             f"{visits * (-(-per_stage // kinds) * kinds)}",
         )

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +20,16 @@ from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, with_layo
 
 @dataclass(frozen=True)
 class StackedLayers:
-    """The form in which a loop reads layers, which may be `apart`, and gathers their weights."""
+    """The form in which a loop reads layers, which may be `unrolled`, and gathers their weights."""
 
     config: PipelineConfig
     stack: Stack
     layout: Layout
     weights: WeightOptions
-    apart: bool
+    unrolled: bool
 
     def stacked(self, layers: PyTree) -> PyTree:
-        """For each kind, or each layer of a stage if they are `apart`, stack and numbers."""
+        """For each kind, or each layer of a stage if they are `unrolled`, stack and numbers."""
         # Both have an axis of copies along the mesh axes of `_copied`.
         if self.weights.zero1:
             shards = self.shards(layers, skip=0, axis=2)
@@ -38,19 +37,19 @@ class StackedLayers:
         pairs = tuple(
             (of_kind, self._numbers(kind)) for kind, of_kind in enumerate(self.kinds(layers))
         )
-        if not self.apart:
+        if not self.unrolled:
             return pairs
-        return [self._one_layer(pairs, at) for at in range(self.stack.per_stage)]
+        return [self._layer_at(pairs, at) for at in range(self.stack.per_stage)]
 
-    def _one_layer(self, pairs: tuple[Any, ...], at: int) -> Any:
+    def _layer_at(self, pairs: tuple[PyTree, ...], at: int) -> PyTree:
         at, kind = divmod(at, self.stack.kinds)
         axis = self._layer_axis
         return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
 
-    def copies_of_one(self, layer: PyTree) -> PyTree:
+    def copies_of_layer(self, layer: PyTree) -> PyTree:
         return self.shards(layer, skip=3, axis=0).copies(layer)
 
-    def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[Any]:
+    def kinds(self, layers: PyTree, layout: Layout | None = None) -> list[PyTree]:
         """The stacked layers of each kind, with another attribute `layout` if it is given."""
         if layout is not None and isinstance(layers, Zero1Layers):
             layers = dataclasses.replace(layers, whole=with_layout(layers.whole, layout))
@@ -91,17 +90,17 @@ class StackedLayers:
         copies, over = self.layout.axes("copy"), gathered_axes(self.config)
         if copies == self._copied:
             return FsdpGather(prefetch=self.config.prefetches)
-        apart, at = self.apart, self._layer_axis
+        unrolled, at = self.unrolled, self._layer_axis
         layers, _ = parted(layers)
-        number = self._numbers_spec(stacked=not apart)
+        number = self._numbers_spec(stacked=not unrolled)
         of_kinds = []
         for of_kind in self.kinds(layers):
             specs = self.shards(of_kind, skip=0, axis=2).sharded
-            if apart:
+            if unrolled:
                 specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
             of_kinds.append((*specs, number))
         return FsdpGather(
-            specs=sum(of_kinds, ()) * (self.stack.shape[2] if apart else 1),
+            specs=sum(of_kinds, ()) * (self.stack.shape[2] if unrolled else 1),
             copies=copies,
             over=(*over, *self.weights.zero1),
             dtype=self.weights.dtype if over else None,

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.sharding._gradients import or_zeros, refuse_perturbed, values_of
+from nnx_pipeline.sharding._gradients import Cotangent, or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding.layout import Layout, P, is_variable, place
 
 
@@ -19,8 +18,8 @@ from nnx_pipeline.sharding.layout import Layout, P, is_variable, place
 class Zero1Layers:
     """The layers as they are stored, and as `Layout.zero1` shards them, with the gradient."""
 
-    whole: Any
-    shards: Any
+    whole: PyTree
+    shards: PyTree
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ def _take(shards: list[Array], whole: list[Array]) -> list[Array]:
     return shards
 
 
-def _take_forward(shards: list[Any], whole: list[Any]) -> tuple[list[Array], None]:
+def _take_forward(shards: PyTree, whole: PyTree) -> tuple[list[Array], None]:
     refuse_perturbed(_BOTH, whole)
     return values_of(shards), None
 
 
-def _take_backward(_: None, gradients: list[Any]) -> tuple[list[Array], None]:
+def _take_backward(_: None, gradients: list[Cotangent]) -> tuple[list[Array], None]:
     return [or_zeros(gradient) for gradient in gradients], None
 
 
@@ -137,15 +136,15 @@ def _copy(to: GradientShards, shards: list[Array], whole: list[Array]) -> list[A
     return _on_each_device(local, to.stored, to.copy_specs)(*whole)
 
 
-def _copy_forward(
-    to: GradientShards, shards: list[Any], whole: list[Any]
-) -> tuple[list[Array], None]:
+def _copy_forward(to: GradientShards, shards: PyTree, whole: PyTree) -> tuple[list[Array], None]:
     whole = refuse_perturbed(_BOTH, whole)
     return _copy(to, values_of(shards), whole), None
 
 
-def _copy_backward(to: GradientShards, _: None, gradients: list[Any]) -> tuple[list[Array], None]:
-    gradients = [or_zeros(gradient) for gradient in gradients]
+def _copy_backward(
+    to: GradientShards, _: None, cotangents: list[Cotangent]
+) -> tuple[list[Array], None]:
+    gradients = [or_zeros(cotangent) for cotangent in cotangents]
 
     def local(*leaves: Array) -> list[Array]:
         return list(map(to.shard, leaves, to.stored, to.sharded))

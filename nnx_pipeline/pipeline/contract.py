@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, PyTree
 
@@ -10,8 +10,8 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 
-Enter = Callable[[PyTree, PyTree], PyTree]
-Leave = Callable[[PyTree, PyTree, PyTree], Array]
+Entry = Callable[[PyTree, PyTree], PyTree]
+Exit = Callable[[PyTree, PyTree, PyTree], Array]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class ModelEnds:
       that functions that compute in float16 need it: as large as no gradient overflows.
     """
 
-    enter: Enter
+    enter: Entry
     enter_weights: PyTree
-    leave: Leave
+    leave: Exit
     leave_weights: PyTree
     lift: float | Array | None = None
 
@@ -46,9 +46,9 @@ class ModelFunctions:
       pytree of numbers like the metrics. A metric with None or 0 is not differentiated.
     """
 
-    enter: Enter
+    enter: Entry
     apply_stage: ApplyStage | Sequence[ApplyStage]
-    leave: Leave
+    leave: Exit
     metric_weights: PyTree = None
     lift: float | Array | None = None
 
@@ -61,8 +61,8 @@ class Weights(NamedTuple):
     leave: PyTree  # of `ModelEnds.leave`, such as final norm and head
 
     def placed(self) -> "Weights":
-        ends = entry.as_arrays(self.enter), entry.as_arrays(self.leave)
-        return Weights(ends[0], entry.place_stacked(self.stages), ends[1])
+        stages = entry.place_stacked(self.stages)
+        return Weights(entry.as_arrays(self.enter), stages, entry.as_arrays(self.leave))
 
 
 class Inputs(NamedTuple):
@@ -73,15 +73,15 @@ class Inputs(NamedTuple):
     leave: PyTree
 
 
-def check_loss(ends: Any, inputs: PyTree, schedule: str) -> None:
+def check_loss(ends: object, inputs: PyTree, schedule: str) -> None:
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
-        found = type(ends).__name__
-        raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")
+        kind = type(ends).__name__
+        raise InputError(f"the ends of a model are a {kind}; give ModelEnds with two functions")
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
         several = isinstance(inputs, (tuple, list))
-        found = f"{len(inputs)} values" if several else type(inputs).__name__
+        kind = f"{len(inputs)} values" if several else type(inputs).__name__
         raise InputError(
-            f"the inputs of a model are {found}; give a pair, what `enter` reads and what "
+            f"the inputs of a model are {kind}; give a pair, what `enter` reads and what "
             "`leave` reads"
         )
     if schedule != "1f1b":

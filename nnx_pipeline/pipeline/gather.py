@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
@@ -52,14 +52,14 @@ class FsdpGather:
         if not self.copies:
             return params
 
-        def one(leaf: Array, spec: P) -> Array:
+        def gathered(leaf: Array, spec: P) -> Array:
             if self.dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
                 leaf = leaf.astype(self.dtype)
             for axis, names in self._gathered_axes(spec):
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
             return jnp.expand_dims(leaf, 2)
 
-        return self._on_each_device(one, params, params, self.specs, self._copy_specs)
+        return self._on_each_device(gathered, params, params, self.specs, self._copy_specs)
 
     def zeros(self, params: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
         """Accumulators for what `of_visit` returns; None for an array of integers."""
@@ -67,14 +67,14 @@ class FsdpGather:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
 
-        def one(leaf: Array, stored: P, spec: P) -> Array | None:
+        def zeros_of(leaf: Array, stored: P, spec: P) -> Array | None:
             if not is_float(leaf):
                 return None
-            copies = math.prod(mesh_sizes()[name] for name in self._kept(stored))
+            copies = math.prod(mesh_sizes()[name] for name in self._summed_later(stored))
             shape = (*leaf.shape[:2], copies, *leaf.shape[2:])
             return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
 
-        return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
+        return jax.tree.unflatten(tree, map(zeros_of, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
         """The gradients of one visit, `[stages, copies, …]`, as the accumulators are sharded."""
@@ -83,7 +83,7 @@ class FsdpGather:
         if not self.copies:
             return gradients
 
-        def one(leaf: Array, spec: P) -> Array:
+        def scattered(leaf: Array, spec: P) -> Array:
             leaf = jnp.squeeze(leaf, 1)
             for axis, names in self._gathered_axes(spec):
                 leaf = self._scattered(leaf, axis - 1, names)
@@ -92,7 +92,7 @@ class FsdpGather:
         of_copies, of_totals = (
             tuple(P(*spec[1:]) for spec in specs) for specs in (self._copy_specs, self._total_specs)
         )
-        return self._on_each_device(one, gradients, params, of_copies, of_totals)
+        return self._on_each_device(scattered, gradients, params, of_copies, of_totals)
 
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
         """Sums accumulated gradients in their dtype, sharded as the weights are stored."""
@@ -101,15 +101,15 @@ class FsdpGather:
         if not self.copies:
             return gradients
 
-        def one(leaf: Array, spec: P) -> Array:
+        def scattered(leaf: Array, spec: P) -> Array:
             leaf = jnp.squeeze(leaf, 2)
             for axis, names in self._gathered_axes(spec) if self.prefetch else ():
                 leaf = self._scattered(leaf, axis, names)
-            rest = self._kept(spec)
+            rest = self._summed_later(spec)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
         now = self._copy_specs if self.prefetch else self._total_specs
-        return self._on_each_device(one, gradients, params, now, self.specs)
+        return self._on_each_device(scattered, gradients, params, now, self.specs)
 
     def _scattered(self, leaf: Array, axis: int, names: tuple[str, ...]) -> Array:
         for name in names:
@@ -118,14 +118,14 @@ class FsdpGather:
             leaf = _scatter(leaf, axis, name, summed=name in self.copies)
         return leaf
 
-    def _kept(self, spec: P) -> tuple[str, ...]:
+    def _summed_later(self, spec: P) -> tuple[str, ...]:
         """The axes of `copies` over which no reduce-scatter sums the gradient of a weight."""
         scattered = {name for _, names in self._gathered_axes(spec) for name in names}
         return tuple(name for name in self.copies if name not in scattered)
 
     @property
     def _total_specs(self) -> tuple[P, ...]:
-        return tuple(P(*spec[:2], self._kept(spec), *spec[2:]) for spec in self.specs)
+        return tuple(P(*spec[:2], self._summed_later(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
@@ -150,7 +150,7 @@ class FsdpGather:
         out_specs: tuple[P, ...],
     ) -> PyTree:
         """Calls `function(array, stored spec)` everywhere; None in the tree stays None."""
-        treedef: Any = jax.tree.structure(params)
+        treedef: PyTreeDef = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
         if not there:
@@ -173,8 +173,8 @@ class FsdpGather:
 def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
     """This device's shard of an array axis; `summed` if x differs between the devices."""
     if summed:
-        found: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
-        return found
+        shard: Array = jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+        return shard
     size = x.shape[axis] // mesh_sizes()[name]
     start = jax.lax.axis_index(name) * size
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)

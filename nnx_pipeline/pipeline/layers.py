@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,12 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, divides
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage import _checks as checks
+from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
 from nnx_pipeline.sharding.layout import (
     AxisName,
     Layout,
+    Variable,
     is_variable,
     mesh_sizes,
     place,
@@ -41,11 +42,11 @@ class Shared:
     value: PyTree
 
 
-def _is_shared(value: Any) -> bool:
+def _is_shared(value: object) -> bool:
     return isinstance(value, Shared)
 
 
-def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_shared(side: Side) -> tuple[Side, Side]:
     """The side inputs that are cut as the batch is, and the values of those that are `Shared`."""
     shared = {name: each.value for name, each in side.items() if _is_shared(each)}
     return {name: each for name, each in side.items() if name not in shared}, shared
@@ -55,9 +56,9 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
     kinds = [*layers] if isinstance(layers, Sequence) else [layers]
     wrong = [kind for kind in kinds if not callable(kind) or isinstance(kind, nnx.Module)]
     if wrong or not kinds:
-        found = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
+        text = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
         raise InputError(
-            f"the layers of a pipeline are given as {found}; give a function that makes a layer "
+            f"the layers of a pipeline are given as {text}; give a function that makes a layer "
             "from nnx.Rngs, such as its class, or a list with one for each kind of layer"
         )
     return kinds
@@ -65,7 +66,7 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
 
 def make_layers(
     kinds: Sequence[MakeLayer], stack: Stack, *, microbatches: int, rngs: nnx.Rngs, layout: Layout
-) -> Any:
+) -> PyTree:
     """One module that holds all layers, or a list of such modules if there are several kinds.
 
     Each variable is `[repeats, stages, layers, …]`, a cache `[repeats, stages, layers,
@@ -95,16 +96,16 @@ def make_layers(
     return made[0] if stack.kinds == 1 else nnx.List(made)
 
 
-def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[Any]:
+def _repeated(variable: Variable, microbatches: int) -> Variable:
     """A variable `[repeats, stages, layers, …]` with an axis of microbatches after the layers."""
     axes = variable.get_metadata("logical_axes")
     value = jnp.repeat(variable.get_value()[:, :, :, None], microbatches, axis=3)
-    found = variable.replace(value)
-    found.set_metadata("logical_axes", (*axes[:3], None, *axes[3:]))
-    return found
+    longer = variable.replace(value)
+    longer.set_metadata("logical_axes", (*axes[:3], None, *axes[3:]))
+    return longer
 
 
-def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
+def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> nnx.Module:
     """All layers of one kind, with a key for each: `[repeats, stages, layers]`."""
     # With the keys sharded over the stages, each stage computes the values of its own layers.
     keys = place(keys, layout.spec(None, "stage", None))
@@ -124,17 +125,18 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
         return layer
 
     def check_two(key: Array) -> None:
-        one, other = make(key), make(key)
-        checks.check_apart(one, other)
-        _check_axes(one, layout)
-        checks.check_same(one, other)
+        layer, other = make(key), make(key)
+        checks.check_no_sharing(layer, other)
+        _check_axes(layer, layout)
+        checks.check_same(layer, other)
 
     jax.eval_shape(check_two, portable_key(jax.random.key(0)))
 
     stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.
-    made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
+    made: nnx.Module = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
+    made = jax.tree.map(lambda leaf: _stacked(leaf, layout), made, is_leaf=is_variable)
+    return made
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
@@ -165,42 +167,42 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
     return side if keys is None else {**side, "keys": keys}
 
 
-def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
+def _stacked(variable: Variable, layout: Layout) -> Variable:
     if not isinstance(variable.get_value(), jax.Array):
         raise InputError(
             f"a layer holds a variable of type {type(variable).__name__} with "
             f"{type(variable.get_value()).__name__} in it; in a pipeline each holds one array"
         )
-    own = _own_axes(variable, variable.get_value().ndim - 3)
-    found = _placed(variable, (None, "stage", None, *own), layout)
-    if any(own) and variable.get_metadata().get("logical_axes") is None:
-        found.set_metadata("gather_at_use", True)
-    return found
+    axes = _layer_axes(variable, variable.get_value().ndim - 3)
+    placed = _placed(variable, (None, "stage", None, *axes), layout)
+    if any(axes) and variable.get_metadata().get("logical_axes") is None:
+        placed.set_metadata("gather_at_use", True)
+    return placed
 
 
-def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
+def _layer_axes(variable: Variable, number: int) -> tuple[AxisName, ...]:
     """The mesh axes of a variable with `number` axes in one layer; None for one that is whole."""
-    own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
-    if own is None:
+    axes: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
+    if axes is None:
         # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have
         # replaced names by mesh axes.
         said = tuple(nnx.get_partition_spec(variable).get_value() or ())
         return (*said, *[None] * (number - len(said)))
-    if len(own) != number:
+    if len(axes) != number:
         shape = jnp.shape(variable.get_value())
         raise InputError(
-            f"a variable of a layer has the logical axes {own}, and its shape is "
+            f"a variable of a layer has the logical axes {axes}, and its shape is "
             f"{list(shape[len(shape) - number :])}; name each axis, or None for one that is not "
             "sharded"
         )
-    return own
+    return axes
 
 
 def _check_axes(layer: nnx.Module, layout: Layout) -> None:
     variables = jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
     for path, variable in variables:
         shape = getattr(variable.get_value(), "shape", ())  # `_stacked` refuses what is no array
-        axes = _own_axes(variable, len(shape))
+        axes = _layer_axes(variable, len(shape))
         what = f"the variable {jax.tree_util.keystr(path)} of a layer, {[*shape]}, has the axes"
         used = [layout.axes("stage")]
         for size, entry in zip(shape, layout.spec(*axes), strict=False):
@@ -211,19 +213,17 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
         every = [name for names in used for name in names]
         twice = [name for name in every if every.count(name) > 1]
         if twice:
-            own = " (a pipeline shards its layers over stage, and holds no pipeline in a layer)"
+            hint = " (a pipeline shards its layers over stage, and holds no pipeline in a layer)"
             raise InputError(
                 f"{what} {axes}, which shard it twice over the mesh axis {twice[0]!r}"
-                f"{own if twice[0] == 'stage' else ''}; name each mesh axis once"
+                f"{hint if twice[0] == 'stage' else ''}; name each mesh axis once"
             )
 
 
-def _placed(
-    variable: nnx.Variable[Any], axes: tuple[AxisName, ...], layout: Layout
-) -> nnx.Variable[Any]:
+def _placed(variable: Variable, axes: tuple[AxisName, ...], layout: Layout) -> Variable:
     value = place(variable.get_value(), layout.spec(*axes))
-    found = type(variable)(value, logical_axes=axes)
-    for name, one in variable.get_metadata().items():
-        if name not in found.get_metadata() and name not in _FLAX_SHARDING:
-            found.set_metadata(name, one)
-    return found
+    placed = type(variable)(value, logical_axes=axes)
+    for name, entry in variable.get_metadata().items():
+        if name not in placed.get_metadata() and name not in _FLAX_SHARDING:
+            placed.set_metadata(name, entry)
+    return placed

@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
@@ -33,7 +34,7 @@ class Sum:
       with, so that the total does not depend on how the batch is cut.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -45,7 +46,7 @@ class Mean:
       with. Every microbatch and copy has the same number of sequences.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -58,7 +59,7 @@ class Max:
     It has no gradient, on any mesh and with any schedule; asking for one raises InputError.
     """
 
-    value: Any
+    value: Array
 
 
 @_register
@@ -75,8 +76,8 @@ class MicrobatchMean:
     - `function`: from that pytree without its batch axis to a floating array of any shape.
     """
 
-    rows: Any
-    function: Callable[[Any], Array] = field(metadata={"static": True})
+    rows: PyTree
+    function: Callable[[PyTree], Array] = field(metadata={"static": True})
 
 
 Metric = Sum | Mean | Max
@@ -96,7 +97,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
     """The metrics of one layer call in float32 or wider, without a gradient of each `Max`."""
 
     # The rows of each `MicrobatchMean` are averaged per microbatch, `[microbatches, …]`.
-    def one(path: Any, metric: Any) -> Declared:
+    def checked(path: tuple[object, ...], metric: object) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
             raise InputError(
@@ -111,7 +112,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
         value = _floating(name, metric.value)
         return Max(jax.lax.stop_gradient(value)) if isinstance(metric, Max) else type(metric)(value)
 
-    return jax.tree_util.tree_map_with_path(one, metrics, is_leaf=is_metric)
+    return jax.tree_util.tree_map_with_path(checked, metrics, is_leaf=is_metric)
 
 
 def of_visit(metrics: PyTree) -> PyTree:
@@ -129,7 +130,7 @@ def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
 
 
 def over_kinds(
-    found: Sequence[PyTree],
+    of_kinds: Sequence[PyTree],
     real: Sequence[Array | None],
     *,
     counts: Sequence[float],
@@ -138,15 +139,15 @@ def over_kinds(
     """Combines the metrics of layers of several kinds; a kind without metrics takes no part."""
     # `real` is for each kind bool `[layers]`, False where a layer is padding; None without padding.
     # `counts` are the layers of each kind in a call, in the mean over all calls.
-    if len(found) == 1 and real[0] is None:
-        return over_layers(found[0], copies=copies)
-    reporting = [kind for kind, metrics in enumerate(found) if jax.tree.leaves(metrics)]
+    if len(of_kinds) == 1 and real[0] is None:
+        return over_layers(of_kinds[0], copies=copies)
+    reporting = [kind for kind, metrics in enumerate(of_kinds) if jax.tree.leaves(metrics)]
     if not reporting:
-        return found[0]
+        return of_kinds[0]
     layers = sum(counts[kind] for kind in reporting)
 
     def total(kind: int) -> PyTree:
-        metrics, counted = found[kind], real[kind]
+        metrics, counted = of_kinds[kind], real[kind]
         if copies is not None:
             metrics = _fold(metrics, copies)
             counted = None if counted is None else jnp.any(counted, axis=copies)
@@ -160,7 +161,7 @@ def over_kinds(
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
     """Combines metrics `[ticks, stages, …]` of all visits; bubbles do not count."""
 
-    def one(metric: Metric) -> Metric:
+    def masked(metric: Metric) -> Metric:
         spec = P(None, stage_axis())
         if is_explicit():
             spec = P(*jax.typeof(metric.value).sharding.spec[:2])
@@ -168,16 +169,16 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
         return type(metric)(where(place(jnp.asarray(active), spec), metric.value, nothing))
 
     visits = int(active.sum())
-    return _map(lambda metric: _total(metric, (0, 1), visits), _map(one, metrics))
+    return _map(lambda metric: _total(metric, (0, 1), visits), _map(masked, metrics))
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
     """Combines the metrics `[stages, …]` of a tick with the totals; bubbles do not count."""
 
-    def one(total: Metric, metric: Metric) -> Metric:
+    def joined(total: Metric, metric: Metric) -> Metric:
         return _joined(total, _masked(type(metric)(over_stage(metric.value)), active))
 
-    return _map(one, totals, new)
+    return _map(joined, totals, new)
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
@@ -194,14 +195,14 @@ def values(metrics: PyTree) -> PyTree:
     return _map(lambda metric: metric.value, metrics)
 
 
-def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
+def guarded_values(metrics: PyTree, besides: PyTree) -> PyTree:
     """The arrays of the metrics; asking for the gradient of a `Max` raises InputError."""
 
-    def one(metric: Metric) -> Array:
+    def guarded(metric: Metric) -> Array:
         value: Array = metric.value
         return no_gradient_of(_MAX_HAS_NONE, value, besides) if isinstance(metric, Max) else value
 
-    return _map(one, metrics)
+    return _map(guarded, metrics)
 
 
 _MAX_HAS_NONE = (
@@ -230,7 +231,7 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
 def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
     """The loss to minimise, and its two parts: the loss alone, and the values of the metrics."""
 
-    def share(weight: Any, metric: Metric) -> Array:
+    def share(weight: float | Array, metric: Metric) -> Array:
         weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
         return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
 
@@ -248,11 +249,11 @@ def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
     )
 
 
-def counts(weight: Any) -> bool:
+def counts(weight: float | Array) -> bool:
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
 
 
-def _checked_weight(weight: Any, metric: Metric) -> Any:
+def _checked_weight(weight: float | Array, metric: Metric) -> float | Array:
     if isinstance(metric, Max) and counts(weight):
         raise InputError(
             f"metric_weights give {weight} to a metric wrapped in Max, which has no gradient; give "
@@ -262,10 +263,10 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    def one(metric: Declared) -> Any:
+    def folded(metric: Declared) -> PyTree:
         return jax.tree.map(partial(_REDUCTIONS.get(type(metric), jnp.mean), axis=axis), metric)
 
-    return _map(one, metrics)
+    return _map(folded, metrics)
 
 
 def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
@@ -278,9 +279,9 @@ def _masked(metric: Metric, counted: Array) -> Metric:
     return type(metric)(where(counted, metric.value, nothing))
 
 
-def _joined(one: Metric, other: Metric) -> Metric:
-    add = jnp.maximum if isinstance(one, Max) else jnp.add
-    return type(one)(add(one.value, other.value))
+def _joined(first: Metric, second: Metric) -> Metric:
+    add = jnp.maximum if isinstance(first, Max) else jnp.add
+    return type(first)(add(first.value, second.value))
 
 
 def _total(metric: Metric, axes: int | tuple[int, ...], number: float) -> Metric:
@@ -312,7 +313,7 @@ def _mean_of_rows(microbatches: int, rows: Array) -> Array:
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
 
 
-def _rows(name: str, value: Any) -> Array:
+def _rows(name: str, value: Array) -> Array:
     if not jnp.ndim(value):
         raise InputError(
             f"{name} of a layer is a MicrobatchMean of {_type(value)}; its rows must have the axis "
@@ -321,7 +322,7 @@ def _rows(name: str, value: Any) -> Array:
     return _floating(name, value)
 
 
-def _floating(name: str, value: Any) -> Array:
+def _floating(name: str, value: Array) -> Array:
     """The value in float32 or wider; raises InputError unless it is one floating array."""
     if not _is_array(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise InputError(
@@ -333,11 +334,11 @@ def _floating(name: str, value: Any) -> Array:
     return jax.lax.convert_element_type(value, wide)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> TypeGuard[ArrayLike]:
     return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
 
 
-def _type(leaf: Any) -> str:
+def _type(leaf: object) -> str:
     if not _is_array(leaf):
         return type(leaf).__name__
     return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

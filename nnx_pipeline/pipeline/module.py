@@ -1,7 +1,6 @@
 """The pipeline as an NNX module, which owns the stacked layers and sends batches through them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -162,7 +161,7 @@ class CircularPipeline(nnx.Module):
         return loss, parts
 
     @property
-    def placed_layers(self) -> Any:
+    def placed_layers(self) -> PyTree:
         """The layers with every variable moved to the placement of its logical axes."""
         return by_names(self.layers, self.runner.layout)
 

@@ -1,7 +1,6 @@
 """Options of the loops over ticks, and of the weights that they use."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +86,7 @@ class WeightOptions:
             one_of("zero1", axis, Layout().batch)
 
 
-def _is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: str) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:

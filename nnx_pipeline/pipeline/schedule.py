@@ -3,7 +3,7 @@
 import functools
 import heapq
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class CircularSchedule:
         repeat, microbatch = np.divmod(time, self.microbatches)
         return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The numbers and the timetable: [microbatch, repeat] by tick and stage."""
         return {**_numbers(self, "circular"), "timetable": self.visits.to_json()}
 
@@ -231,12 +231,12 @@ class OneForwardOneBackward:
     def read(self) -> np.ndarray:
         """The slot that each backward visit reads: int32 `[ticks, stages]`."""
         # In a bubble a stage reads the slot of its first visit, which has valid values by then.
-        group, place = np.divmod(self.backward.microbatch, self.stages)
-        forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
-        found: np.ndarray = self.slots[forwarded]
-        return found
+        group, position = np.divmod(self.backward.microbatch, self.stages)
+        forwarded = (group * self.repeats + self.backward.repeat) * self.stages + position
+        slots: np.ndarray = self.slots[forwarded]
+        return slots
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A phase is written as its first tick and the tick after its last."""
         names = ("forward_only", "both", "backward_only")
         return {
@@ -256,9 +256,9 @@ class OneForwardOneBackward:
 
     def _visits(self, number: np.ndarray) -> Visits:
         """S microbatches go through all repeats, then the next S."""
-        rounds, place = np.divmod(number, self.stages)
+        rounds, position = np.divmod(number, self.stages)
         group, repeat = np.divmod(rounds, self.repeats)
-        return _visits(group * self.stages + place, repeat, _within(number, self.visits))
+        return _visits(group * self.stages + position, repeat, _within(number, self.visits))
 
 
 def _within(number: np.ndarray, stop: int) -> np.ndarray:
@@ -282,7 +282,7 @@ def _check_counts(schedule: Schedule) -> None:
     divides(stages, microbatches, rule=rule)
 
 
-def _numbers(schedule: Schedule, name: str) -> dict[str, Any]:
+def _numbers(schedule: Schedule, name: str) -> dict[str, object]:
     sizes = ("stages", "microbatches", "repeats", "delay", "ticks", "bubble_ticks", "bubble_share")
     return {"schedule": name, **{size: getattr(schedule, size) for size in sizes}}
 

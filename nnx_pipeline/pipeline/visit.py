@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, PyTree
@@ -46,13 +46,13 @@ class Visit:
             done, residuals = forward_keeping(self.apply, reads, x)
             return done, residuals if keep else None
 
-        def one(own: tuple[PyTree, PyTree], x: Moving, _: None) -> Any:
-            all_reads = Reads(*own, reads.captured)
+        def run_stage(local: tuple[PyTree, PyTree], x: Moving, _: None) -> tuple[PyTree, PyTree]:
+            all_reads = Reads(*local, reads.captured)
             if keep:
                 return forward_keeping(self.apply, all_reads, x)
             return self.apply(all_reads, x), None
 
-        done, residuals = stages.map_stages(one)(reads[:2], x, None)
+        done, residuals = stages.map_stages(run_stage)(reads[:2], x, None)
         return done, residuals
 
     def back(
@@ -61,15 +61,17 @@ class Visit:
         """The cotangents of what the visits read, and of their input; None for integers."""
         # If `by_stage`, each stage has its own for what the stage function closes over. `state`, a
         # tree like the state of a visit, has no gradient.
-        given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
+        d_out = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
         if not self.by_stage:
-            d_reads, (d_x, _) = backward_from(residuals, reads, given)
+            d_reads, (d_x, _) = backward_from(residuals, reads, d_out)
             return d_reads, d_x
 
-        def one(residuals: PyTree, own: tuple[PyTree, PyTree], given: Any) -> Any:
-            return backward_from(residuals, Reads(*own, reads.captured), given)
+        def back_stage(
+            residuals: PyTree, local: tuple[PyTree, PyTree], d_out: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            return backward_from(residuals, Reads(*local, reads.captured), d_out)
 
-        d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], given)
+        d_reads, (d_x, _) = stages.map_stages(back_stage)(residuals, reads[:2], d_out)
         return d_reads, d_x
 
     def zeros(self, params: PyTree) -> PyTree:

@@ -12,6 +12,8 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.sharding.layout import is_explicit, place
 
+Cotangent = Array | SymbolicZero  # of an output, in a backward rule with `symbolic_zeros`
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_to(message: str, tree: PyTree) -> PyTree:
@@ -33,20 +35,20 @@ no_gradient_to.defvjp(_to_forward, _to_backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def no_gradient_of(message: str, value: PyTree, beside: PyTree) -> PyTree:
+def no_gradient_of(message: str, value: PyTree, differentiated: PyTree) -> PyTree:
     """`value` unchanged; raises InputError(message) for a derivative of it.
 
-    `beside` are floating arrays that are differentiated wherever `value` might be; their contents
-    are not used. JAX calls the backward rule, which raises the error, only if some argument is
-    differentiated, and `value` may be cut off by `stop_gradient`.
+    `differentiated` are floating arrays that have a derivative wherever `value` may have one; their
+    contents are not used. JAX calls the backward rule, which raises the error, only if some
+    argument is differentiated, and `value` may be cut off by `stop_gradient`.
     """
-    del message, beside
+    del message, differentiated
     return value
 
 
-def _of_forward(message: str, value: PyTree, beside: PyTree) -> tuple[PyTree, PyTree]:
+def _of_forward(message: str, value: PyTree, differentiated: PyTree) -> tuple[PyTree, PyTree]:
     del message
-    primals = values_of((value, beside))
+    primals = values_of((value, differentiated))
     return primals[0], primals
 
 
@@ -61,7 +63,7 @@ no_gradient_of.defvjp(_of_forward, _of_backward, symbolic_zeros=True)
 
 def refuse_perturbed(message: str, primals: PyTree) -> PyTree:
     """Unwraps `primals`; raises InputError if a derivative with respect to one is asked for."""
-    if any(jax.tree.leaves(asked_of(primals))):
+    if any(jax.tree.leaves(perturbed(primals))):
         raise InputError(message)
     return values_of(primals)
 
@@ -71,7 +73,7 @@ def values_of(primals: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=_is_primal)
 
 
-def asked_of(primals: PyTree) -> PyTree:
+def perturbed(primals: PyTree) -> PyTree:
     """Whether the gradient of each of these primals is asked for."""
     return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=_is_primal)
 
@@ -80,7 +82,7 @@ def _is_primal(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
-def or_zeros(cotangent: Array | SymbolicZero) -> Array:
+def or_zeros(cotangent: Cotangent) -> Array:
     """The cotangent, with an array of zeros in the place of a symbolic zero."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 import jax
 from flax import nnx
@@ -27,7 +27,7 @@ MeshAxes = tuple[str, ...]
 AxisName = str | tuple[str, ...] | None  # of one axis of an array: see `Layout.spec`
 _Module = TypeVar("_Module", bound=nnx.Module)
 Made = TypeVar("Made")
-Variable = nnx.Variable[Any]
+Variable = nnx.Variable[Array]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Layout:
         These mesh axes no longer shard the batch within a copy.
         """
         batch = tuple(axis for axis in self.batch if axis not in copy)
-        beside = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
-        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=beside)
+        with_experts = tuple(axis for axis in self.batch_beside_experts if axis not in copy)
+        return dataclasses.replace(self, copy=copy, batch=batch, batch_beside_experts=with_experts)
 
     def gathered(self, over: MeshAxes) -> "Layout":
         """The layout of layers whose weights are gathered over the mesh axes `over`."""
@@ -118,10 +118,10 @@ class Layout:
         def devices(axes: MeshAxes) -> int:
             return math.prod(sizes.get(axis, 1) for axis in axes)
 
-        def fitting(length: int, beside: MeshAxes = ()) -> MeshAxes:
+        def fitting(length: int, used: MeshAxes = ()) -> MeshAxes:
             counts = range(len(self.vocab), -1, -1)
             some = (some for n in counts for some in itertools.combinations(self.vocab, n))
-            fit = (axes for axes in some if length % devices((*beside, *axes)) == 0)
+            fit = (axes for axes in some if length % devices((*used, *axes)) == 0)
             return max(fit, key=devices, default=())
 
         rows = fitting(size)
@@ -143,8 +143,8 @@ class Layout:
                 f"axis {name!r} is neither a logical axis nor an axis of the mesh; "
                 f"{nearest(name, known)}"
             )
-        own = getattr(self, name) if name in _LOGICAL_AXES else (name,)
-        return tuple(axis for axis in own if sizes.get(axis, 1) > 1)
+        mesh_axes = getattr(self, name) if name in _LOGICAL_AXES else (name,)
+        return tuple(axis for axis in mesh_axes if sizes.get(axis, 1) > 1)
 
     def size(self, name: str) -> int:
         return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
@@ -160,7 +160,7 @@ class Layout:
         entries: list[str | MeshAxes | None] = []
         for name in names:
             several = name if isinstance(name, tuple) else (name,) if name else ()
-            axes = tuple(axis for one in several for axis in self.axes(one))
+            axes = tuple(axis for each in several for axis in self.axes(each))
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         return P(*entries)
 
@@ -280,19 +280,19 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     return place(kernel if is_explicit() else place(kernel, stored), used)
 
 
-def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
+def reordered(x: Array, axis: int, old: MeshAxes, new: MeshAxes) -> Array:
     """The array with the shards along one axis, that collectives put together, in another order.
 
-    `found` are the mesh axes in whose order they are, and `wanted` the same ones in the new order,
+    `old` are the mesh axes in whose order they are, and `new` the same ones in the new order,
     the most significant one first. `x` is whole along `axis` on a device.
     """
-    if found == wanted:
+    if old == new:
         return x
     sizes, before = mesh_sizes(), x.shape[:axis]
-    apart = x.reshape(*before, *(sizes[name] for name in found), -1, *x.shape[axis + 1 :])
-    order = [axis + found.index(name) for name in wanted]
-    rest = range(axis + len(found), apart.ndim)
-    return apart.transpose(*range(axis), *order, *rest).reshape(x.shape)
+    split = x.reshape(*before, *(sizes[name] for name in old), -1, *x.shape[axis + 1 :])
+    order = [axis + old.index(name) for name in new]
+    rest = range(axis + len(old), split.ndim)
+    return split.transpose(*range(axis), *order, *rest).reshape(x.shape)
 
 
 def portable_key(key: Array) -> Array:
@@ -336,8 +336,8 @@ def variable_shardings(tree: Made, layout: Layout, mesh: jax.sharding.Mesh) -> M
     `mesh` must be the ambient mesh.
     """
 
-    def sharding(leaf: Array | Variable) -> NamedSharding | Variable:
-        if not is_variable(leaf):
+    def sharding(leaf: Array | nnx.Variable[object]) -> NamedSharding | nnx.Variable[object]:
+        if not isinstance(leaf, nnx.Variable):
             return NamedSharding(mesh, P())
         spec = layout.spec(*leaf.get_metadata("logical_axes"))
         return leaf.replace(NamedSharding(mesh, spec))
@@ -373,11 +373,11 @@ def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
 def place_by(tree: _Module, layout: Layout) -> _Module:
     """The module with every variable moved to the placement of its logical axes in a layout."""
 
-    def one(variable: Variable) -> Variable:
+    def moved(variable: Variable) -> Variable:
         spec = layout.spec(*variable.get_metadata("logical_axes"))
         return variable.replace(place(variable.get_value(), spec))
 
-    placed: _Module = jax.tree.map(one, tree, is_leaf=is_variable)
+    placed: _Module = jax.tree.map(moved, tree, is_leaf=is_variable)
     return placed
 
 

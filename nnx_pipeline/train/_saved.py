@@ -42,16 +42,16 @@ class SavedRun:
         return int(self.newest.name)
 
     def to_go_on(
-        self, config: Config, origin: Origin, stages: int, asked: Container[str] = ()
+        self, config: Config, origin: Origin, stages: int, fields: Container[str] = ()
     ) -> Config:
         """The config of the run from now on, if training goes on with the losses it would have had.
 
-        The pipeline and fields of `HOW` may be others, and `RATE` if it is in `asked`, the fields
+        The pipeline and fields of `HOW` may be others, and `RATE` if it is in `fields`, the fields
         that the user has set. Raises InputError where the losses would be others.
         """
         run = self.newest.parent
         before, after = to_dict(self.config), to_dict(config)
-        free = {RATE} if RATE in asked else set()
+        free = {RATE} if RATE in fields else set()
         changed = [
             (f"{section}.{name}", value, after[section][name])
             for section, how in HOW.items()
@@ -84,9 +84,9 @@ class SavedRun:
                 "it out"
             )
         if origin.text != before.text:
-            given = "is another text than that" if origin.text else "is missing: there is a text"
+            fault = "is another text than that" if origin.text else "is missing: there is a text"
             raise InputError(
-                f"--data {given} on which the run in {run} was trained; give the same files in the "
+                f"--data {fault} on which the run in {run} was trained; give the same files in the "
                 "same order"
             )
 

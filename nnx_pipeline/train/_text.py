@@ -53,14 +53,14 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
         training.append(document[:cut] + bytes([END]))
         held_out.append(document[cut:] + bytes([END]))
     joined = (np.frombuffer(b"".join(parts), np.uint8) for parts in (training, held_out))
-    found = Texts(*(tokens.astype(np.int32) for tokens in joined))
-    if len(found.held_out) <= length:
+    texts = Texts(*(tokens.astype(np.int32) for tokens in joined))
+    if len(texts.held_out) <= length:
         raise InputError(
             "the tenth of each file of --data that is held out, with a token that ends it, makes "
-            f"{len(found.held_out)} tokens, and a sequence needs {length + 1}; give more text, or "
+            f"{len(texts.held_out)} tokens, and a sequence needs {length + 1}; give more text, or "
             "lower train.sequence_length"
         )
-    return found
+    return texts
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     for first in range(0, count, batch):
 
         def rows(array: np.ndarray, first: int = first) -> jax.Array:
-            given = array[first : first + batch]
+            part = array[first : first + batch]
             # The last batch is filled up with sequences of weight 0.
-            filled = np.pad(given, ((0, batch - len(given)), (0, 0)))
+            filled = np.pad(part, ((0, batch - len(part)), (0, 0)))
             return by_rows(shape, sharding, lambda start, stop: filled[start:stop])
 
         weights = np.ones(contexts.shape, np.float32)

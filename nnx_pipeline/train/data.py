@@ -64,8 +64,8 @@ def batches(
         # Several devices, and tokens and targets, read the same sequences.
         @functools.cache
         def drawn(start: int, stop: int) -> np.ndarray:
-            given = source.sequences(number, range(start, stop), length + 1)
-            return _token_ids(given, (stop - start, length + 1), config, type(source).__name__)
+            rows = source.sequences(number, range(start, stop), length + 1)
+            return _token_ids(rows, (stop - start, length + 1), config, type(source).__name__)
 
         return Batch(
             tokens=placed(lambda start, stop: drawn(start, stop)[:, :-1]),
@@ -77,17 +77,17 @@ def batches(
     return map(batch, itertools.count(first))
 
 
-def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:
+def _token_ids(rows: np.ndarray, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:
     """Checked token ids of a source, as int32: with others the loss would be nan."""
-    dtype = getattr(given, "dtype", None)
-    if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
+    dtype = getattr(rows, "dtype", None)
+    if dtype is None or rows.shape != shape or not np.issubdtype(dtype, np.integer):
         raise InputError(
-            f"the source {source} gave {kind_of(given)} for {shape[0]} rows of {shape[1]} tokens; "
+            f"the source {source} gave {kind_of(rows)} for {shape[0]} rows of {shape[1]} tokens; "
             f"its `sequences` must return an array of integers {[*shape]} (a row has "
             f"{counted(shape[1] - 1, 'token')}, train.sequence_length, and the target of the last "
             "one)"
         )
-    tokens, vocabulary = np.asarray(given), config.model.vocab_size
+    tokens, vocabulary = np.asarray(rows), config.model.vocab_size
     for token in (tokens.min(), tokens.max()):
         if not 0 <= token < vocabulary:
             raise InputError(
@@ -145,11 +145,11 @@ class Rule:
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
         generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
         drawn = np.stack(
-            [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]
+            [rng.integers(self.vocab_size, size=length, dtype=np.int32) for rng in generators]
         )
-        ruled = np.stack([one.random(length) < FOLLOWS_RULE for one in generators])
+        ruled = np.stack([rng.random(length) < FOLLOWS_RULE for rng in generators])
         # From left to right, because the token before may itself have been set by the rule.
-        for place in range(1, length):
-            follows = self.follower[drawn[:, place - 1]]
-            drawn[:, place] = np.where(ruled[:, place], follows, drawn[:, place])
+        for column in range(1, length):
+            follows = self.follower[drawn[:, column - 1]]
+            drawn[:, column] = np.where(ruled[:, column], follows, drawn[:, column])
         return drawn

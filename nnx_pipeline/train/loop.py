@@ -67,11 +67,11 @@ def train(
         step = jit_train_step(state, mesh)
     done = int(state.step)
     source = source or Rule(seed, config.model.vocab_size)
-    given = batches(config, mesh, source, first=done)
+    feed = batches(config, mesh, source, first=done)
     for _ in range(done, steps):
         # The mesh is set for each step only: the caller's code runs between the steps.
         with jax.set_mesh(mesh):
-            state, metrics = step(state, next(given))
+            state, metrics = step(state, next(feed))
         yield Step(state, metrics)
 
 

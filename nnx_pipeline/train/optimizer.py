@@ -1,7 +1,5 @@
 """The optimizer: AdamW with the same setup as in MaxText."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -40,7 +38,7 @@ def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
     For bfloat16 `optax.clip_by_global_norm` rounds the norm, to an error of several percent.
     """
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         norm = global_norm(updates)
 

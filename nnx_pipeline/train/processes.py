@@ -52,14 +52,14 @@ def several_processes(
     except BaseException as error:
         code = 1
         try:
-            code = _told(error)
+            code = _exit_code(error)
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # also where what was told is not read any more
+        finally:  # also where nobody reads what was written any more
             os._exit(code)
 
 
-def _told(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

@@ -128,12 +128,12 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 def _without_selection_bias(updates: Mixtral) -> Mixtral:
     """The updates with 0 for what is not trained, which weight decay would change."""
 
-    def one(leaf: Array | Variable) -> Array | Variable:
+    def frozen(leaf: Array | Variable) -> Array | Variable:
         if not isinstance(leaf, SelectionBias):
             return leaf
         return leaf.replace(jnp.zeros_like(leaf.get_value()))
 
-    without: Mixtral = jax.tree.map(one, updates, is_leaf=is_variable)
+    without: Mixtral = jax.tree.map(frozen, updates, is_leaf=is_variable)
     return without
 
 
@@ -222,10 +222,10 @@ def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     Another mesh would give a state one stage, or leave it whole on every device: it is refused.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        given = ambient_mesh()
-    if given != ambient_mesh():
+        wanted = ambient_mesh()
+    if wanted != ambient_mesh():
         raise InputError(
-            f"a training state is given the mesh {given}, and the mesh that is set is "
+            f"a training state is given the mesh {wanted}, and the mesh that is set is "
             f"{ambient_mesh()}; call make_state, abstract_state and jit_train_step under "
             "jax.set_mesh(mesh)"
         )

@@ -263,7 +263,7 @@ def simulated(actions: Actions, plan: TimetablePlan) -> None:
                 assert rings[rank][ring] == (stage, microbatch)
                 gave[rank] = ("d", stage - 1, microbatch) if kind != "W" else None
         for rank in range(ranks):
-            for column, sender in (("own", 0), ("before", -1), ("after", 1)):
+            for column, sender in (("same", 0), ("before", -1), ("after", 1)):
                 slot = int(getattr(rows, column)[step, rank])
                 if slot < plan.messages:
                     messages[rank][slot] = gave[(rank + sender) % ranks]
@@ -286,8 +286,10 @@ def test_every_action_finds_what_it_reads(
     functions = [data.draw(st.integers(0, 2)) for _ in range(actions.stages)]
     plan = make_timetable_plan(actions, functions)
     simulated(actions, plan)
-    ends_ticks = plan.ends_ticks
-    assert all(sorted(each.microbatch[each.due]) == [*range(ranks * groups)] for each in ends_ticks)
+    outer_ticks = plan.outer_ticks
+    assert all(
+        sorted(each.microbatch[each.due]) == [*range(ranks * groups)] for each in outer_ticks
+    )
     assert sum(plan.rings) >= max(actions.kept)
     simulated(forward_only(actions), make_timetable_plan(forward_only(actions), functions))
 

@@ -151,12 +151,12 @@ def test_numerics_name_the_first_layer_that_differs(tmp_path, check, monkeypatch
         tmp_path / "items",
         {f"params/params/{k}": v for k, v in laid_out(parameters(), "pipelined", 2, 2).items()},
     )
-    place = reference.place_of
+    slot = reference.slot_of
 
     def swapped(found, layer):
-        return place(found, {1: 2, 2: 1}.get(layer, layer))
+        return slot(found, {1: 2, 2: 1}.get(layer, layer))
 
-    monkeypatch.setattr(reference, "place_of", swapped)
+    monkeypatch.setattr(reference, "slot_of", swapped)
     ended = check(folder, "--numerics", "--json", "-")
     assert ended.code == 1
     assert "layer 1 (decoder/pipeline_module/layers[1, 0]) differs" in ended.err

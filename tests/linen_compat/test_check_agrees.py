@@ -13,7 +13,7 @@ import linen_compat
 from linen_compat.checkpoints import _check as doctor
 from linen_compat.formats._orbax.inspect import inspect
 from linen_compat.formats._streams import Mismatch
-from linen_compat.formats.huggingface._stream import own_config
+from linen_compat.formats.huggingface._stream import folder_config
 from linen_compat.maxtext.config import config_from_yaml
 from nnx_pipeline import InputError
 
@@ -26,7 +26,7 @@ MIXTRAL = DATA.parent / "huggingface" / "mixtral"
 def llama(tmp_path):
     """A Hugging Face folder to be changed, and a file with the config that fits it."""
     config = tmp_path / "own.yml"
-    config.write_text(yaml.safe_dump({"model": vars(own_config(LLAMA).model)}))
+    config.write_text(yaml.safe_dump({"model": vars(folder_config(LLAMA).model)}))
     shutil.copytree(LLAMA, tmp_path / "llama")
     return tmp_path / "llama", config
 

@@ -166,7 +166,7 @@ def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
     linen_compat.save(linen_compat.load(DATA.parent / "huggingface" / name), out, "huggingface")
     values = json.loads((out / "config.json").read_text())
     config = tmp_path / "own.yml"
-    config.write_text(yaml.safe_dump({"model": vars(huggingface.own_config(out).model)}))
+    config.write_text(yaml.safe_dump({"model": vars(huggingface.folder_config(out).model)}))
     assert bridge("check", out, "--config", config, "--read").code == 0
     (file,) = sorted(out.glob("*.safetensors"))
     whole = file.read_bytes()
@@ -222,7 +222,7 @@ def test_no_false_alarm_on_checkpoints_of_maxtext(bridge, name):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mixtral_fused", "mixtral_sharded"])
 def test_no_false_alarm_on_models_of_transformers(tmp_path, bridge, name):
     folder, config = DATA.parent / "huggingface" / name, tmp_path / "own.yml"
-    config.write_text(yaml.safe_dump({"model": vars(huggingface.own_config(folder).model)}))
+    config.write_text(yaml.safe_dump({"model": vars(huggingface.folder_config(folder).model)}))
     ended = bridge("check", folder, "--config", config, "--read")
     assert ended.code == 0, ended.err
 

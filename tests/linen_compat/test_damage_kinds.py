@@ -17,7 +17,7 @@ import linen_compat
 from linen_compat.checkpoints._check import diagnose, read_everything
 from linen_compat.checkpoints._convert import From, To, open_checkpoint, plan
 from linen_compat.formats._streams import Mismatch, walk
-from linen_compat.formats.huggingface._stream import own_config
+from linen_compat.formats.huggingface._stream import folder_config
 from linen_compat.maxtext.config import config_from_yaml
 from nnx_pipeline import InputError
 
@@ -103,7 +103,7 @@ def forms(folder):
     (folder / "transformers" / "reference.npz").unlink()
     found = {}
     for name in ("nnx", "huggingface", "maxtext", "transformers"):
-        config = own_config(LLAMA) if name in _SAFETENSORS else unscanned
+        config = folder_config(LLAMA) if name in _SAFETENSORS else unscanned
         found[name] = folder / name, config, everything(folder / name, config)
     return found
 

@@ -145,17 +145,17 @@ def test_links_of_this_process_have_plain_names(tmp_path, monkeypatch):
     hard = tmp_path / "a\\b"
     hard.mkdir()
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(hard))
-    folders.own_folder.cache_clear()
+    folders.temporary_folder.cache_clear()
     try:
         path = in_folder(hard)["path"]
         assert "\\" not in path
         assert os.path.realpath(path) == str(hard)
         monkeypatch.setattr(folders.os, "access", lambda *arguments: False)
-        folders.own_folder.cache_clear()
+        folders.temporary_folder.cache_clear()
         with pytest.raises(InputError, match="set TMPDIR to another one"):
             in_folder(hard / "other")
     finally:
-        folders.own_folder.cache_clear()
+        folders.temporary_folder.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["too long", "a circle"])

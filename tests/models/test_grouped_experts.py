@@ -90,7 +90,7 @@ def test_every_row_of_a_group_is_visited_once(sizes: list[int]) -> None:
 
 def test_rows_come_back_to_their_tokens_without_those_of_other_devices() -> None:
     experts = jnp.array([[0, 3], [2, 3], [5, 0], [3, 2], [1, 4]])
-    order = sort_by_expert(experts, first=2, own=2, tile=4)  # experts 2 and 3
+    order = sort_by_expert(experts, first=2, count=2, tile=4)  # experts 2 and 3
     assert order.sizes.tolist() == [2, 3]
     assert len(order.choices) == 12
     x = float_rows(5, EMBED)

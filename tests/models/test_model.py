@@ -256,7 +256,7 @@ def test_stacked_layers_and_repeats_give_the_same_numbers(
 ) -> None:
     """As stages of many layers, and more repeats, have them."""
     monkeypatch.setattr(layers, "UNROLLED", 1)
-    monkeypatch.setattr(repeats, "APART", 0)
+    monkeypatch.setattr(repeats, "SEPARATE_REPEATS", 0)
     mesh, want = mesh_of(case.mesh), alone(dense=False, packed=True)
     model = model_on_mesh(source(dense=False), case.config, mesh)
     with jax.set_mesh(mesh):

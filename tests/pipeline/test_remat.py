@@ -38,7 +38,7 @@ from nnx_pipeline.config._remat import (
 from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
 from nnx_pipeline.pipeline.schedule import make_schedule
-from nnx_pipeline.pipeline.stage.layers import LayersInTurn
+from nnx_pipeline.pipeline.stage.layers import LayerSequence
 from nnx_pipeline.train import Batch, abstract_batch, loss_and_gradients
 
 pytestmark = pytest.mark.jax_alone
@@ -455,10 +455,10 @@ def test_one_layer_in_a_scan_is_computed_again() -> None:
     """A scan over one layer is no loop to XLA, so that a barrier must keep both passes apart."""
 
     def jaxpr_of(number: int) -> str:
-        in_turn = LayersInTurn(number, 1, FULL, in_ticks=False)
+        sequence = LayerSequence(number, 1, FULL, in_ticks=False)
 
         def run(weights: jax.Array, x: jax.Array) -> jax.Array:
-            y, _ = in_turn(lambda x, weight: (jnp.sin(weight * x), None), (weights,), x)
+            y, _ = sequence(lambda x, weight: (jnp.sin(weight * x), None), (weights,), x)
             return jnp.sum(y)
 
         return str(jax.make_jaxpr(jax.grad(run))(jnp.ones(number), jnp.ones(3)))

@@ -15,7 +15,7 @@ from linen_compat.formats._intact import Json
 from linen_compat.formats._orbax import corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
 from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
-from linen_compat.formats._paths import in_folder, with_own_names
+from linen_compat.formats._paths import in_folder, with_real_paths
 from linen_compat.formats._streams import ArraySpec, Mismatch
 
 _BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
@@ -35,7 +35,7 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
         )
         for leaf in metadata.leaves
     }
-    found = {}
+    specs = {}
     for leaf, future in opened.items():
         try:
             store = future.result()
@@ -46,8 +46,8 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
             raise Mismatch(f"{leaf} in {items} is of dtype {store.dtype.name}, which no model has")
         described = store.spec().to_json()["metadata"].get("attributes", {})
         corruption.check_mark(metadata, items, leaf, described.get(MARK))
-        found[leaf] = ArraySpec(tuple(store.shape), dtype)
-    return found
+        specs[leaf] = ArraySpec(tuple(store.shape), dtype)
+    return specs
 
 
 class MissingChunk(Mismatch):
@@ -77,10 +77,10 @@ class StoredArrays:
             store = part = self._store(leaf, whole=not any(indices))
             for index in indices:
                 part = part[index] if index else part
-            found = np.asarray(part.read().result())
+            values = np.asarray(part.read().result())
         if self._metadata.chunks is not None:
-            self._check_chunks(leaf, store, box_of(store.shape, indices), found)
-        return found
+            self._check_chunks(leaf, store, box_of(store.shape, indices), values)
+        return values
 
     def in_order(self, leaf: str) -> Iterator[np.ndarray]:
         """The chunks of an array as they are stored, in row-major order."""
@@ -92,10 +92,10 @@ class StoredArrays:
     def close(self) -> None:
         self._open.clear()
 
-    def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, found: np.ndarray) -> None:
+    def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, block: np.ndarray) -> None:
         """Raises Mismatch unless all chunks that a box overlaps have their checksums."""
         grid, sums = _grid(store), (self._metadata.chunks or {}).get(leaf, [])
-        whole = found.reshape([part.stop - part.start for part in box])
+        whole = block.reshape([part.stop - part.start for part in box])
         for chunk in grid.touched(box):
             number = grid.number(chunk)
             if contains(box, chunk):  # not read a second time
@@ -138,12 +138,12 @@ class StoredArrays:
         self.close()  # before the next one takes memory
         spec: Json = {"driver": "auto", "kvstore": _kvstore(self.items, leaf)}
         # Opened first without a cache, to learn the size and the driver.
-        found = ts.open(spec, open=True, read=True).result()
-        nbytes = math.prod(found.shape) * found.dtype.numpy_dtype.itemsize
+        first = ts.open(spec, open=True, read=True).result()
+        nbytes = math.prod(first.shape) * first.dtype.numpy_dtype.itemsize
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0 if whole else 2 * nbytes}})
         spec = {
             **spec,
-            "driver": found.spec().to_json()["driver"],
+            "driver": first.spec().to_json()["driver"],
             "fill_missing_data_reads": False,  # a missing chunk is an error, and not zeros
             "recheck_cached_data": False,
         }
@@ -268,7 +268,7 @@ class NewArrays:
             yield
         except STORE_ERRORS as error:
             reason = " ".join(str(error).split("[source locations")[0].split())
-            raise OSError(f"{self.folder} cannot be written: {with_own_names(reason)}") from error
+            raise OSError(f"{self.folder} cannot be written: {with_real_paths(reason)}") from error
 
 
 def _grid(store: ts.TensorStore) -> Grid:

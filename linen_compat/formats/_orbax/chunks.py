@@ -33,8 +33,8 @@ class Grid:
         """The number of the chunk in which a box begins."""
         places = (part.start // step for part, step in zip(box, self.chunk, strict=True))
         number = 0  # as np.ravel_multi_index does
-        for place, count in zip(places, self._counts, strict=True):
-            number = number * count + place
+        for position, count in zip(places, self._counts, strict=True):
+            number = number * count + position
         return number
 
     def touched(self, box: Box) -> Iterator[Box]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import tensorstore as ts
 
 from linen_compat.formats import _intact as checksums
-from linen_compat.formats._paths import in_folder, with_own_names
+from linen_compat.formats._paths import in_folder, with_real_paths
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._files import read_regular
 from nnx_pipeline.lab.errors import counted, once, unparsed
@@ -157,7 +157,7 @@ def unreadable(what: str, error: Exception) -> Mismatch:
         )
     said = getattr(error, "strerror", None) or str(error)  # the system's words, without its number
     said = unparsed(error) if isinstance(error, RecursionError) else said
-    reason = with_own_names(" ".join(said.split("[source locations")[0].split()))
+    reason = with_real_paths(" ".join(said.split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
 

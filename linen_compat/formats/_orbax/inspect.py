@@ -83,10 +83,10 @@ class Inspection:
         known = len(self.moments) == len(MOMENTS)
         if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
             return None
-        place = "optimizer" if self.layout.format == NNX else "opt_state/0"
+        prefix = "optimizer" if self.layout.format == NNX else "opt_state/0"
         return (
             f"the optimizer's state is {_some(optimizer_names(self.optimizer))}, and only that of "
-            f"optax.adamw is read ({place}/mu, {place}/nu and {place}/count)"
+            f"optax.adamw is read ({prefix}/mu, {prefix}/nu and {prefix}/count)"
         )
 
     @property
@@ -150,8 +150,8 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
     if steps := _steps(folder):
         return _items_of_latest(steps, resuming)
     try:
-        if found := _items_in(folder):
-            return found
+        if items := _items_in(folder):
+            return items
     except OSError as error:
         raise unreadable(str(folder / METADATA), error) from error
     for candidate in (folder / "items", *sorted(folder.iterdir()), folder):
@@ -169,8 +169,8 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
     deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
     unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
     # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.
-    if finished := sorted(deeper - unfinished, key=lambda one: (len(one.name), one.name)):
-        cure = f"it holds {_some([one.name for one in finished])}; give one, such as {finished[-1]}"
+    if finished := sorted(deeper - unfinished, key=lambda sub: (len(sub.name), sub.name)):
+        cure = f"it holds {_some([sub.name for sub in finished])}; give one, such as {finished[-1]}"
     elif unfinished:
         names = sorted(child.name for child in unfinished)
         cure = f"Orbax has not finished {_some(names)}; save it again"
@@ -186,17 +186,17 @@ def is_orbax(checkpoint: str | Path) -> bool:
     return folder.is_dir() and (
         bool(_steps(folder))
         or any(
-            (place / METADATA).is_file() or corruption.was_orbax(place)
-            for place in (folder, *folder.iterdir())
+            (candidate / METADATA).is_file() or corruption.was_orbax(candidate)
+            for candidate in (folder, *folder.iterdir())
         )
     )
 
 
 def _items_in(folder: Path) -> Path | None:
     """The folder with the arrays of a step: `items`, the step itself, or the only other one."""
-    for place in (folder / "items", folder):
-        if _has_metadata(place):
-            return place
+    for candidate in (folder / "items", folder):
+        if _has_metadata(candidate):
+            return candidate
     finished = (child for child in folder.iterdir() if _UNFINISHED not in child.name)
     inside = sorted(child for child in finished if _has_metadata(child))
     if len(inside) > 1:
@@ -232,8 +232,8 @@ def _items_of_latest(steps: list[Path], resuming: bool) -> Path:
         kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"
         raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
     try:
-        if found := _items_in(step):
-            return found
+        if items := _items_in(step):
+            return items
         there = sorted(os.listdir(step))
     except OSError as error:
         raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
@@ -260,20 +260,20 @@ def inspect(checkpoint: str | Path) -> Inspection:
     """Reads names, shapes and dtypes of a checkpoint, and works out its layout."""
     items = find_items(checkpoint)
     corruption.check_index(items)  # names what is lost more clearly than opening an array does
-    found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
+    groups: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, spec in array_specs(items).items():
         group, name = _group(stored)
-        leaves = found.setdefault(group, {})
+        leaves = groups.setdefault(group, {})
         if name in leaves:
             raise Mismatch(
                 f"{items} holds {name} twice, as {leaves[name].stored} and as {stored}; "
                 "take a checkpoint that holds only one of them"
             )
         leaves[name] = Leaf(spec.shape, str(spec.dtype), stored)
-    _check_step(items, found["scalars"])
-    parameters = found[PARAMETERS]
+    _check_step(items, groups["scalars"])
+    parameters = groups[PARAMETERS]
     if not parameters:
-        raise _of_another_model(items, found["unknown"])
+        raise _of_another_model(items, groups["unknown"])
     layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
     scale = corruption.read_metadata(items).attention_scale
     of_latent = (KV_DOWN.linen, slashed(KV_DOWN.nnx))  # only latent attention has this parameter
@@ -288,10 +288,10 @@ def inspect(checkpoint: str | Path) -> Inspection:
         items=items,
         layout=layout,
         parameters=parameters,
-        moments={moment: found[moment] for moment in MOMENTS if moment in found},
-        scalars=found["scalars"],
-        ignored=found["ignored"],
-        unknown=found["unknown"],
+        moments={moment: groups[moment] for moment in MOMENTS if moment in groups},
+        scalars=groups["scalars"],
+        ignored=groups["ignored"],
+        unknown=groups["unknown"],
         attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
     )
 

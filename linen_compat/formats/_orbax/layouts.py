@@ -103,7 +103,7 @@ class TreeLayout:
         """How many layers have a parameter."""
         return self.num_dense_layers if names.is_early else self.num_pipeline_layers
 
-    def place(self, layer: int) -> tuple[int, int, int]:
+    def position(self, layer: int) -> tuple[int, int, int]:
         """The repeat and the stage of a layer of the pipeline, and its place in the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
@@ -119,7 +119,7 @@ class TreeLayout:
         if self.format == SCANNED or names.is_early:
             index = (slice(None),) * SCAN_AXIS + (layer,)
             return Slot(f"decoder/{names.group}/{names.linen}", index)
-        repeat, stage, j = self.place(layer)
+        repeat, stage, j = self.position(layer)
         if self.format == NNX:
             return Slot(f"{_NNX_LAYERS}/{slashed(names.nnx)}", (repeat, stage, j))
         inner = f"layers_{j}/" if self.layers_per_stage > 1 else ""
@@ -154,19 +154,19 @@ class TreeLayout:
     def leaves(self, arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
         """Every stored array by its path, from parameters by NNX path as in one layer."""
         outside, of_layers = of_model(arrays)
-        found = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
+        specs = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
         for names in of_layers:
-            one = arrays[names.nnx]
-            whole = ArraySpec(self.stacked(names, one.shape), one.dtype)
-            found |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
-        return found
+            spec = arrays[names.nnx]
+            whole = ArraySpec(self.stacked(names, spec.shape), spec.dtype)
+            specs |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
+        return specs
 
     def order(self, names: Names) -> Sequence[int]:
         """All layers that have a parameter, in an order that reads each stored array once."""
         layers = range(self.count(names))
         if self.format != PIPELINED or names.is_early:
             return layers
-        return sorted(layers, key=lambda layer: (self.place(layer)[2], layer))
+        return sorted(layers, key=lambda layer: (self.position(layer)[2], layer))
 
 
 def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
@@ -200,8 +200,8 @@ def find_layout(
     for group in _LATER_GROUPS:
         if axes := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
             return TreeLayout(SCANNED, axes[0] + dense, num_dense_layers=dense)
-        if apart := _apart(shapes, f"decoder/{group}_"):
-            return TreeLayout(UNSCANNED, apart + dense, num_dense_layers=dense)
+        if layers := _count_layers(shapes, f"decoder/{group}_"):
+            return TreeLayout(UNSCANNED, layers + dense, num_dense_layers=dense)
     raise Mismatch(
         f"{where} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
         "decoder/pipeline_module/layers); is it a checkpoint of another model?"
@@ -211,10 +211,10 @@ def find_layout(
 def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
     axes = _leading(shapes, f"{_NNX_EARLY}/", nnx=True)
     axes = axes or _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS)
-    return axes[0] if axes else _apart(shapes, f"decoder/{_NNX_EARLY}_")
+    return axes[0] if axes else _count_layers(shapes, f"decoder/{_NNX_EARLY}_")
 
 
-def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+def _count_layers(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
     """How many layers a tree holds in subtrees `<prefix>0`, `<prefix>1` and so on."""
     numbers = [re.match(rf"{prefix}(\d+)/", name) for name in shapes]
     return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
@@ -230,7 +230,7 @@ def _pipelined(
             "MaxText's scan_layers_per_stage is not supported: convert it with "
             "scan_layers_per_stage=false"
         )
-    per_stage = _apart(shapes, f"{_PIPELINE}/layers_") or 1
+    per_stage = _count_layers(shapes, f"{_PIPELINE}/layers_") or 1
     repeats, stages = axes if len(axes) == 2 else (1, *axes)
     return TreeLayout(PIPELINED, per_stage * repeats * stages + dense, stages, repeats, dense)
 
@@ -239,7 +239,7 @@ def _leading(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
 ) -> tuple[int, ...]:
     """The sizes of the stacking axes that most arrays below `prefix` have; () without any."""
-    found = Counter[tuple[int, ...]]()
+    counts = Counter[tuple[int, ...]]()
     for name, shape in shapes.items():
         if not name.startswith(prefix):
             continue
@@ -247,9 +247,9 @@ def _leading(
         for names, rank in _RANKS.items():
             extra = len(shape) - rank
             if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
-                found[shape[axis : axis + extra]] += 1
+                counts[shape[axis : axis + extra]] += 1
                 break
-    return found.most_common(1)[0][0] if found else ()
+    return counts.most_common(1)[0][0] if counts else ()
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -29,25 +29,25 @@ def names_by_path(arrays: Mapping[str, object]) -> dict[str, Names]:
     return {names.nnx: names for group in of_model(arrays) for names in group}
 
 
-def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
+def read_scalars(contents: Inspection) -> dict[str, np.ndarray]:
     """The step and the counts of a checkpoint, by the names of `streams.SCALARS`."""
-    files = StoredArrays(found.items)
-    return {name: files.read(leaf.stored) for name, leaf in found.scalars.items()}
+    files = StoredArrays(contents.items)
+    return {name: files.read(leaf.stored) for name, leaf in contents.scalars.items()}
 
 
 class OrbaxSource:
     """A checkpoint as a `LayerSource`, once `compare_leaves` has found it complete."""
 
     def __init__(
-        self, found: Inspection, arrays: Mapping[str, ArraySpec], *, parameters_only: bool = False
+        self, contents: Inspection, arrays: Mapping[str, ArraySpec], parameters_only: bool = False
     ) -> None:
         """`arrays` are the model's; their dtypes are replaced by those that are stored."""
-        self.layout, self.num_layers = found.layout, found.layout.num_layers
-        self.num_dense_layers = found.layout.num_dense_layers
-        self.parts = (PARAMETERS,) if parameters_only else tuple(found.parts)
-        self._found, self._names = found, names_by_path(arrays)
-        self._files = StoredArrays(found.items)
-        self.attention_scale = found.attention_scale
+        self.layout, self.num_layers = contents.layout, contents.layout.num_layers
+        self.num_dense_layers = contents.layout.num_dense_layers
+        self.parts = (PARAMETERS,) if parameters_only else tuple(contents.parts)
+        self._contents, self._names = contents, names_by_path(arrays)
+        self._files = StoredArrays(contents.items)
+        self.attention_scale = contents.attention_scale
         self.arrays = {
             path: ArraySpec(spec.shape, self.dtype(path)) for path, spec in arrays.items()
         }
@@ -57,8 +57,8 @@ class OrbaxSource:
     def scalars(self) -> Mapping[str, np.ndarray]:
         """Read at the first access, because a model alone needs none."""
         if not self._parameters_only:
-            return read_scalars(self._found)
-        step = self._found.scalars.get("step")
+            return read_scalars(self._contents)
+        step = self._contents.scalars.get("step")
         try:
             return {} if step is None else {"step": self._files.read(step.stored)}
         except MissingChunk:
@@ -70,7 +70,7 @@ class OrbaxSource:
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         names = self._names[path]
         slot = self.layout.slot(names, None if path in PATHS_OUTSIDE else 0)
-        return self._found.parts[part][slot.leaf].spec.dtype
+        return self._contents.parts[part][slot.leaf].spec.dtype
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
@@ -84,13 +84,13 @@ class OrbaxSource:
 
     def check_files(self) -> None:
         """To be called after reading every array: those errors name what is lost."""
-        check_databases(self._found.items)
+        check_databases(self._contents.items)
 
     def close(self) -> None:
         self._files.close()
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        return self._found.parts[part][self.layout.slot(self._names[path], layer).leaf].stored
+        return self._contents.parts[part][self.layout.slot(self._names[path], layer).leaf].stored
 
 
 class OrbaxDestination:

@@ -64,8 +64,8 @@ class TensorFolder:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, which is checked as a whole first if the folder has checksums."""
         if self.sums is not None and name not in self._checked:
-            found = checksums.of_part(*_place(self._files[name], name))
-            checksums.require(self.folder, self.sums, name, found)
+            checksum = checksums.of_part(*_byte_range(self._files[name], name))
+            checksums.require(self.folder, self.sums, name, checksum)
             self._checked.add(name)
         # Opened anew, as the pages of a mapped file count as memory until it is closed.
         with _opened(self._files[name]) as file:
@@ -98,12 +98,12 @@ class TensorFolder:
 
 def files_of(folder: str | Path) -> list[Path]:
     """The files of a folder that are read; whatever else is there may change meanwhile."""
-    place = local(folder)
-    files = [place / name for name in (CONFIG_FILE, checksums.FILE, ONE_FILE)]
+    path = local(folder)
+    files = [path / name for name in (CONFIG_FILE, checksums.FILE, ONE_FILE)]
     if not files[-1].is_file():
-        files.append(place / INDEX_FILE)
+        files.append(path / INDEX_FILE)
         with contextlib.suppress(Mismatch):  # reading says what is wrong with it
-            files.extend(_index(place))
+            files.extend(_index(path))
     return files
 
 
@@ -211,7 +211,7 @@ def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _place(file: Path, name: str) -> tuple[Path, int, int]:
+def _byte_range(file: Path, name: str) -> tuple[Path, int, int]:
     """The file, the first byte and the end of a tensor."""
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -22,7 +22,7 @@ _ABSENT_IN_YARN = {"beta_slow": 1.0, "beta_fast": 32.0}
 _OF_SCORES = ("mscale", "mscale_all_dim", "attention_factor")
 Value = TypeVar("Value")
 DICTIONARIES = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
-READ_APART = ("qk_nope_head_dim", "qk_head_dim")
+READ_ELSEWHERE = ("qk_nope_head_dim", "qk_head_dim")
 KEYS = ("rope_theta", *DICTIONARIES)
 
 
@@ -82,7 +82,7 @@ def _scaling(rope: Keys, name: str, *, latent: bool) -> Json:
     """The fields of one rope dictionary, without its base."""
     kinds = {key: rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
     kind = agreed(kinds, "default", name)
-    known = ("default", *(one for one in ROPE_SCALINGS if latent or one != "yarn"))
+    known = ("default", *(each for each in ROPE_SCALINGS if latent or each != "yarn"))
     if kind not in known:
         raise InputError(
             f"{name}.{next(iter(kinds))}={kind!r} is not supported, only {', '.join(known)}"
@@ -144,14 +144,14 @@ def _check_turns_alone(rope: Keys, name: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise InputError(f"{name}.{key}={value!r} is not a number")
     factor, both = rope["factor"], (rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
-    found = rope.get("attention_factor")
-    if found is None and all(both):
-        found = _mscale(factor, both[0]) / _mscale(factor, both[1])
-    elif found is None:
-        found = _mscale(factor, 1.0)
-    if found != 1.0:
+    scale = rope.get("attention_factor")
+    if scale is None and all(both):
+        scale = _mscale(factor, both[0]) / _mscale(factor, both[1])
+    elif scale is None:
+        scale = _mscale(factor, 1.0)
+    if scale != 1.0:
         raise InputError(
-            f"{name} multiplies the rotated part of each head by {found:.6g} (attention_factor="
+            f"{name} multiplies the rotated part of each head by {scale:.6g} (attention_factor="
             f"{rope.get('attention_factor')!r}, mscale={both[0]!r}, mscale_all_dim={both[1]!r}), "
             "which is not computed here; only mscale=mscale_all_dim or attention_factor=1.0 is"
         )
@@ -195,10 +195,10 @@ def _mscale_of(model: ModelConfig) -> float:
             f"{model.head_dim**-0.5}, or with yarn more, can be saved"
         )
     assert model.rope_factor is not None, "yarn has one"
-    found: float = (whole**0.5 - 1.0) / (0.1 * math.log(model.rope_factor))
-    short = round(found, 9)  # such as 0.707, which a product and a root have rounded
+    long: float = (whole**0.5 - 1.0) / (0.1 * math.log(model.rope_factor))
+    short = round(long, 9)  # such as 0.707, which a product and a root have rounded
     exact = model.head_dim**-0.5 * _mscale(model.rope_factor, short) ** 2
-    return short if math.isclose(exact, model.attention_scale, rel_tol=1e-14) else found
+    return short if math.isclose(exact, model.attention_scale, rel_tol=1e-14) else long
 
 
 def _mscale(factor: float, mscale: float) -> float:

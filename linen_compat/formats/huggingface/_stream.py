@@ -57,7 +57,7 @@ def is_huggingface(checkpoint: str | Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
 
 
-def own_config(folder: str | Path) -> Config:
+def folder_config(folder: str | Path) -> Config:
     """The config that a folder's own `config.json` describes."""
     try:
         return config_from_huggingface(folder)
@@ -69,10 +69,10 @@ def own_config(folder: str | Path) -> Config:
 
 def config_for(folder: str | Path, config: Config | None) -> Config:
     """The config to read a folder with: the one that is given, or else the folder's own."""
-    own = own_config(folder)
+    stored_config = folder_config(folder)
     if config is None or config.model.max_position_embeddings is not None:
-        return config or own
-    longest = own.model.max_position_embeddings  # to be there when the model is saved
+        return config or stored_config
+    longest = stored_config.model.max_position_embeddings  # to be there when the model is saved
     model = dataclasses.replace(config.model, max_position_embeddings=longest)
     return dataclasses.replace(config, model=model)
 
@@ -105,8 +105,8 @@ class HuggingFaceSource:
     parts: tuple[str, ...] = (PARAMETERS,)
 
     def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
-        own = own_config(folder).model
-        model = model or own
+        stored_model = folder_config(folder).model
+        model = model or stored_model
         self._files = TensorFolder(folder)
         _compare(folder, self._files, model).require(folder)
         self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
@@ -114,8 +114,8 @@ class HuggingFaceSource:
         self._tensors = _tensors_of(model, model_arrays(model), self._files)
         arrays = self._tensors.arrays
         self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
-        own_scale = streams.scale_in_arrays(arrays, own.attention_scale)
-        self._ratio = streams.ratio_of(own_scale, self.attention_scale)
+        stored_scale = streams.scale_in_arrays(arrays, stored_model.attention_scale)
+        self._ratio = streams.ratio_of(stored_scale, self.attention_scale)
         streams.check_ratio(arrays, self._ratio)
         stored = {path: self._files.specs[self._tensors.of_kind(path)[0]] for path in arrays}
         self.arrays = {
@@ -180,11 +180,11 @@ class HuggingFaceDestination:
         sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
-        sums[CONFIG_FILE] = checksums.of_values(_kept(self._values))
+        sums[CONFIG_FILE] = checksums.of_values(_meaningful(self._values))
         checksums.write_checksums(self.folder, sums)
 
 
-def _kept(values: Keys) -> checksums.Json:
+def _meaningful(values: Keys) -> checksums.Json:
     """The values of `config.json` that the model depends on; all others may be edited."""
     return {key: value for key, value in values.items() if key not in IGNORED}
 
@@ -200,8 +200,8 @@ def _tensors_of(
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
-    own, result = own_config(folder).model, Comparison()
-    if own.tied_embeddings and _has_own_head(files):
+    stored_model, result = folder_config(folder).model, Comparison()
+    if stored_model.tied_embeddings and _has_head(files):
         if model.tied_embeddings:
             result.notes.append(
                 f"{_HEAD} differs from {_TABLE}, though {CONFIG_FILE} ties them: transformers 5 "
@@ -209,18 +209,18 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
                 "there to read it, or remove the tensor"
             )
         else:  # the config that was given says so
-            own = dataclasses.replace(own, tied_embeddings=False)
+            stored_model = dataclasses.replace(stored_model, tied_embeddings=False)
     if files.sums is not None:  # this project wrote the folder
-        sum_of_config = checksums.of_values(_kept(read_config_json(folder)))
+        sum_of_config = checksums.of_values(_meaningful(read_config_json(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
-    differ = [name for name in _MUST_AGREE if getattr(own, name) != getattr(model, name)]
+    differ = [name for name in _MUST_AGREE if getattr(stored_model, name) != getattr(model, name)]
     if model.kv_lora_rank is not None:  # no kernel is scaled or reordered for it
-        if own.rope_interleaved != model.rope_interleaved:
+        if stored_model.rope_interleaved != model.rope_interleaved:
             differ.append("rope_interleaved")
-        if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
+        if not math.isclose(stored_model.attention_scale, model.attention_scale, rel_tol=1e-9):
             differ.append("attention_scale")
     result.notes.extend(
-        f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
+        f"{CONFIG_FILE} has {name}={getattr(stored_model, name)}, the model {getattr(model, name)}"
         for name in differ
     )
     for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
@@ -242,7 +242,7 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
     return result
 
 
-def _has_own_head(files: TensorFolder) -> bool:
+def _has_head(files: TensorFolder) -> bool:
     """Whether the files have a head whose values are not those of the embedding table."""
     table, head = files.specs.get(_TABLE), files.specs.get(_HEAD)
     if table is None or head is None:

@@ -168,8 +168,8 @@ class Tensors:
         def read_fused(index: Index) -> np.ndarray:
             rows = range(outputs)[index[0]]
             cut = slice(start + rows.start, start + rows.stop)
-            one: np.ndarray = read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
-            return one
+            row: np.ndarray = read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
+            return row
 
         return read_fused
 
@@ -215,6 +215,6 @@ def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
     first = next(parts)
     stack = np.empty((count, *first.shape), first.dtype)
     stack[0] = first
-    for place, part in enumerate(parts, start=1):
-        stack[place] = part
+    for number, part in enumerate(parts, start=1):
+        stack[number] = part
     return stack

@@ -62,7 +62,7 @@ _ONLY: Only = {
     "quantization_config": Allowed((None,), "save the model with plain float weights"),
     "compression_config": Allowed((None,), "save the model with plain float weights"),
 }
-_READ_APART = {
+_READ_ELSEWHERE = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
     *(*ropes.KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
 }
@@ -217,10 +217,10 @@ def _architecture(values: Keys) -> Architecture:
     names, kind = values.get("architectures"), values.get("model_type")
     known = ", ".join(ARCHITECTURES)
     if names is None:
-        found = [one for one in ARCHITECTURES.values() if one.model_type == kind]
-        if not found:
+        classes = [each for each in ARCHITECTURES.values() if each.model_type == kind]
+        if not classes:
             raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
-        return found[0]
+        return classes[0]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in [*ARCHITECTURES]:
         raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
     if kind not in (None, ARCHITECTURES[names[0]].model_type):
@@ -233,10 +233,10 @@ def _architecture(values: Keys) -> Architecture:
 
 def _renamed(values: Keys, architecture: Architecture) -> Json:
     """The values with every key under the name that `architecture` gives it."""
-    found: dict[str, Json] = {}
+    by_name: dict[str, Json] = {}
     for key, value in values.items():
-        found.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(given, None) for key, given in found.items()}
+        by_name.setdefault(architecture.other_names.get(key, key), {})[key] = value
+    return {key: agreed(same, None) for key, same in by_name.items()}
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
@@ -244,9 +244,9 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
 
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
-    name, own = architecture.name, {*architecture.experts, *architecture.only}
-    own |= {*ropes.READ_APART} if architecture.latent else set()
-    known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
+    name, specific = architecture.name, {*architecture.experts, *architecture.only}
+    specific |= {*ropes.READ_ELSEWHERE} if architecture.latent else set()
+    known = {*_REQUIRED, *_OPTIONAL, *specific, *_ONLY, *_READ_ELSEWHERE, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
         if value and key not in UNREAD:
@@ -301,8 +301,8 @@ def _window(values: Keys, architecture: Architecture) -> int | None:
 
 def _longest(values: Keys, absent: Keys) -> int:
     """The longest sequence, by default that of transformers."""
-    given = values.get(LONGEST)
-    return _whole_or_missing({LONGEST: absent[LONGEST] if given is None else given}, LONGEST)
+    longest = values.get(LONGEST)
+    return _whole_or_missing({LONGEST: absent[LONGEST] if longest is None else longest}, LONGEST)
 
 
 def _whole_or_missing(values: Keys, key: str) -> int:
@@ -314,9 +314,9 @@ def _whole_or_missing(values: Keys, key: str) -> int:
 
 def _head_dim(values: Keys, absent: Keys, embed_dim: int, heads: int) -> int:
     """The size of a head: from its key, from transformers' default, or hidden_size / heads."""
-    own = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
-    if own["head_dim"] is not None:
-        return _whole_or_missing(own, "head_dim")
+    explicit = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
+    if explicit["head_dim"] is not None:
+        return _whole_or_missing(explicit, "head_dim")
     rule = f"{CONFIG_FILE}: hidden_size={embed_dim} does not split over num_attention_heads={heads}"
     divides(heads, embed_dim, rule=f"{rule} and there is no head_dim")
     return embed_dim // heads

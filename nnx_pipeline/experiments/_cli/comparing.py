@@ -78,9 +78,9 @@ def _check(
     if option and measuring.sweeps:
         raise InputError(f"{option} cannot be combined with --sweep; use --xla instead")
     if len(models) > 2 or (several and (option or experiments or measuring.sweeps)):
-        beside = models[2:] or [*filter(None, (option,)), *experiments, "--sweep"]
+        extra = models[2:] or [*filter(None, (option,)), *experiments, "--sweep"]
         raise InputError(
-            f"{several} are two presets to compare; leave out {beside[0]}, or one of the presets"
+            f"{several} are two presets to compare; leave out {extra[0]}, or one of the presets"
         )
 
 
@@ -88,44 +88,43 @@ def _compare_steps(
     steps: Sequence[Chosen], target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     """Compares the steps of two presets, or one step with two settings."""
-    one, other = chosen_config(steps[0]), chosen_config(steps[-1])
+    a, b = chosen_config(steps[0]), chosen_config(steps[-1])
     mesh, pairs = target.mesh_config, target.pairs()
     labels = target.labels if len(steps) == 1 else (str(steps[0].model), str(steps[1].model))
     with progress() as say, compiler_errors():
-        found = [
-            [compare_steps((one, other), mesh, pair, labels, cache=cache, progress=say)]
-            for pair in pairs
+        outcomes = [
+            [compare_steps((a, b), mesh, pair, labels, cache=cache, progress=say)] for pair in pairs
         ]
-    heading = presets().title(str(steps[0].model), one, mesh)
+    heading = presets().title(str(steps[0].model), a, mesh)
     if len(steps) > 1:
         heading = f"training steps of {' and '.join(labels)} on {mesh}"
-    _report(heading, found, target, outputs)
+    _report(heading, outcomes, target, outputs)
 
 
 def _run_experiments(
     names: Sequence[str], chosen: Chosen, target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     experiments, config, mesh = choose(names), chosen_config(chosen), target.mesh_config
-    given = parse_overrides(chosen.assignments)
+    overrides = parse_overrides(chosen.assignments)
     with progress() as say, compiler_errors():
-        found = [
+        outcomes = [
             run_experiments(
-                experiments, config, mesh, platform, given=given, cache=cache, progress=say
+                experiments, config, mesh, platform, overrides=overrides, cache=cache, progress=say
             )
             for platform, _ in target.pairs()
         ]
-    _report(presets().title(str(chosen.model), config, mesh), found, target, outputs)
+    _report(presets().title(str(chosen.model), config, mesh), outcomes, target, outputs)
 
 
 def _report(
-    what: str, found: Sequence[Sequence[Outcome]], target: TwoArms, outputs: Outputs
+    what: str, results: Sequence[Sequence[Outcome]], target: TwoArms, outputs: Outputs
 ) -> None:
     """Shows and writes the outcomes; raises Failed if one of them failed."""
     heading = f"{what}; {target.platform}, per device"
-    report.show_outcomes(heading, found, target.platform, json_path=outputs.json_path)
+    report.show_outcomes(heading, results, target.platform, json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
-    outputs.write_outcomes(heading, found)
-    failed = [one.question.name for outcomes in found for one in outcomes if one.failed]
+    outputs.write_outcomes(heading, results)
+    failed = [outcome.question.name for row in results for outcome in row if outcome.failed]
     if failed:
         # With both kinds of matrix products an experiment may fail twice; it is named once.
         raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")

@@ -47,7 +47,7 @@ def run_sweep(
         several = ", ".join(experiment.name for experiment in experiments)
         raise InputError(f"--sweep takes one experiment, or none for the plain step; not {several}")
     with progress() as say, compiler_errors():
-        found = sweep(
+        result = sweep(
             config,
             mesh,
             fields,
@@ -58,12 +58,12 @@ def run_sweep(
         )
     on = "several meshes" if MESH in fields else mesh
     title = f"{', '.join(names) or 'training step'} of {chosen.model} on {on}: per device"
-    show(sweep_view(title, found), json_path=outputs.json_path)
-    emit_json(outputs.json_path, found.to_json())
+    show(sweep_view(title, result), json_path=outputs.json_path)
+    emit_json(outputs.json_path, result.to_json())
     if outputs.chart_path:
-        save_figure(sweep_chart(title, found), outputs.chart_path)
-    if found.errors:
-        raise Failed(f"failed: {'; '.join(found.errors)}")
+        save_figure(sweep_chart(title, result), outputs.chart_path)
+    if result.errors:
+        raise Failed(f"failed: {'; '.join(result.errors)}")
 
 
 def _check_fields(

@@ -26,13 +26,13 @@ from nnx_pipeline.pipeline.stage.layers import UNROLLED
 # programs that were looked at, as shares of their arrays. There are more where the operations of
 # each layer are written out, which gives more arrays, and few where arrays come and go that are too
 # large for the on-chip memory: they are placed first, and the others find room around them.
-HOLES, HOLES_WRITTEN_OUT, HOLES_BESIDE_LARGE = 0.1, 0.2, 0.02
+HOLES, HOLES_WRITTEN_OUT, HOLES_WITH_LARGE = 0.1, 0.2, 0.02
 # Every tuple (the state of a loop, what an asynchronous copy gives) has a table of pointers. The
 # tables stand above all arrays, from the first operation to the last.
 _TABLE = 16 * 2**10  # bytes
 TABLES, TABLES_PER_LAYER = 140, 105  # of a step, and more for each layer that is written out
-# What lives within one turn of a loop may be on-chip. What a loop carries was seen in the heap.
-IN_A_TURN = (ACTIVATION, LOGITS, MOVED, GRADIENT)
+# What lives within one iteration may be on-chip. What a loop carries was seen in the heap.
+IN_LOOP = (ACTIVATION, LOGITS, MOVED, GRADIENT)
 OF_CHUNK = "its gradient"
 HIDDEN, D_HIDDEN = "hidden units", "cotangents of hidden units"
 PAIRS = (HIDDEN, D_HIDDEN, "tokens of the experts")  # rows of two arrays
@@ -52,22 +52,22 @@ def expected(sizes: Sizes, moments: tuple[Moment, ...], on_chip: int) -> tuple[M
         FEED_FORWARD: [*visit, *_hidden_again(sizes)],
         OPTIMIZER: [],
     }
-    found = []
+    filled = []
     for moment in moments:
-        rows = [*_held(sizes, moment), *more[moment.name]]
+        rows = [*_persistent(sizes, moment), *more[moment.name]]
         rows += _on_chip(rows, on_chip)
         rows += _no_arrays(sizes, rows, on_chip)
-        found.append(Moment(name=moment.name, terms=tuple(row for row in rows if row.bytes)))
-    return tuple(found)
+        filled.append(Moment(name=moment.name, terms=tuple(row for row in rows if row.bytes)))
+    return tuple(filled)
 
 
-def _held(sizes: Sizes, moment: Moment) -> list[Term]:
+def _persistent(sizes: Sizes, moment: Moment) -> list[Term]:
     """The rows of the floor, without accumulators where there is one visit to add up.
 
     A loop of one turn is no loop to the compiler: what the visit computes is the gradient.
     """
-    is_one = sizes.in_loop and sizes.microbatches * sizes.config.pipeline.num_repeats == 1
-    if moment.name == OPTIMIZER or not is_one:
+    is_single = sizes.in_loop and sizes.microbatches * sizes.config.pipeline.num_repeats == 1
+    if moment.name == OPTIMIZER or not is_single:
         return list(moment.terms)
     return [row for row in moment.terms if row.role != TOTALS or row.name == OF_CHUNK]
 
@@ -104,8 +104,8 @@ def _gradients_of_a_visit(sizes: Sizes) -> list[Term]:
     if not sizes.in_loop:
         return []
     layers, repeats = sizes.state.model.pipeline.layers, sizes.config.pipeline.num_repeats
-    own = sizes.itemsize * sizes.numbers(layers, sizes.layout)
-    size = (sizes.gathered_bytes(layers) if sizes.gathers_first else own) // repeats
+    stored = sizes.itemsize * sizes.numbers(layers, sizes.layout)
+    size = (sizes.gathered_bytes(layers) if sizes.gathers_first else stored) // repeats
     what = "as they are gathered" if sizes.gathers_first else "as they are sharded"
     number = 1 if _written_out(sizes) else sizes.layers
     formula = f"weights of {counted(number, 'layer')}, {what}, × bytes of dtype"
@@ -140,7 +140,7 @@ def _on_chip(rows: list[Term], limit: int) -> list[Term]:
     The largest is what a product writes and the next fusion reads; it was seen in the heap, and
     what that fusion writes on-chip, if it fits.
     """
-    rows = sorted((row for row in rows if row.role in IN_A_TURN), key=lambda row: row.bytes)
+    rows = sorted((row for row in rows if row.role in IN_LOOP), key=lambda row: row.bytes)
     size = min(int(limit / (1 + HOLES)), sum(_fitting(row, limit) for row in rows[:-1]))
     formula = f"arrays of one turn of a loop but the largest, up to {limit // 2**20} MiB with holes"
     return [term("on-chip instead", -size, "other memory space", formula)]
@@ -156,8 +156,8 @@ def _no_arrays(sizes: Sizes, rows: list[Term], on_chip: int) -> list[Term]:
     arrays = sum(row.bytes for row in rows)
     out = sizes.layers if _written_out(sizes) else 0
     share = HOLES_WRITTEN_OUT if out else HOLES
-    if any(row.role in IN_A_TURN and not _fitting(row, on_chip) for row in rows if row.bytes > 0):
-        share = HOLES_BESIDE_LARGE
+    if any(row.role in IN_LOOP and not _fitting(row, on_chip) for row in rows if row.bytes > 0):
+        share = HOLES_WITH_LARGE
     tables = TABLES + TABLES_PER_LAYER * out
     per = f"({TABLES} + {TABLES_PER_LAYER} × {counted(out, 'layer')} written out)"
     return [

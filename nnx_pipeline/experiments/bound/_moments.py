@@ -25,14 +25,14 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
     its gradients from its first tick, so that every layer has the same peak.
     """
     if sizes.config.pipeline.schedule == "1f1b":
-        always = [*_gathered(sizes), *_ring(sizes), *_accumulators(sizes, ends=True)]
+        always = [*_gathered(sizes), *_ring(sizes), *_accumulators(sizes, embedding=True)]
         loss, backward = [*always, *_arrived(sizes)], always
     else:
-        kept = [*_gathered(sizes), *_saved(sizes)]
-        loss = [*kept, *_results(sizes)]
-        backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, ends=False)]
+        stored = [*_gathered(sizes), *_saved(sizes)]
+        loss = [*stored, *_results(sizes)]
+        backward = [*stored, *_cotangents(sizes), *_accumulators(sizes, embedding=False)]
     block = [*backward, *_kernels(sizes), *_projections(sizes)]
-    found = {
+    terms = {
         LOSS: [*loss, *_loss(sizes)],
         OF_ATTENTION: [*block, *_attention(sizes)],
         FEED_FORWARD: [*block, *_feed_forward(sizes)],
@@ -40,7 +40,7 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
     }
     return tuple(
         Moment(name=name, terms=tuple(row for row in rows if row.bytes))
-        for name, rows in found.items()
+        for name, rows in terms.items()
     )
 
 
@@ -122,10 +122,10 @@ def _cotangents(sizes: Sizes) -> list[Term]:
     return [term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
 
 
-def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
+def _accumulators(sizes: Sizes, *, embedding: bool) -> list[Term]:
     """The gradients that add up, from the first backward visit to the last.
 
-    - `ends`: whether embedding and final norm have their gradients by then, beside the head.
+    - `embedding`: whether embedding and final norm have their gradients by then, beside the head.
     """
     model, config = sizes.state.model, sizes.config
     adds_up = config.pipeline.accumulates and sizes.in_loop
@@ -135,10 +135,10 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     layers = width * sizes.numbers(model.pipeline.layers, layout)
     # A tied table has a gradient from either use until both are there.
     head = model.embedding if model.head is None else model.head
-    whole = [head, model.embedding, model.norm] if ends else [head]
+    whole = [head, model.embedding, model.norm] if embedding else [head]
     outside = sizes.grad_itemsize * sizes.numbers(whole, sizes.optimizer_layout)
     dtype = "grad_dtype" if adds_up else "param_dtype"
-    of = "embedding, norm and head" if ends else "head"
+    of = "embedding, norm and head" if embedding else "head"
     return [
         term("gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"),
         term(f"gradient of {of}", outside, TOTALS, "their weights × bytes of grad_dtype"),
@@ -170,9 +170,9 @@ def _loss(sizes: Sizes) -> list[Term]:
         term("its gradient", columns * FULL_WIDTH, TOTALS, "embed × columns × 4 bytes"),
         term(
             "gradient of the outputs",
-            head.own_tokens * embed * width,
+            head.device_tokens * embed * width,
             SAVED,
-            f"{head.own_tokens} tokens × embed × bytes of dtype",
+            f"{head.device_tokens} tokens × embed × bytes of dtype",
         ),
     ]
 
@@ -212,7 +212,7 @@ def _feed_forward(sizes: Sizes) -> list[Term]:
         term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
     ]
     wide = sizes.expert_tokens * sizes.config.model.embed_dim * sizes.itemsize
-    if sizes.own_experts > sizes.group:
+    if sizes.local_experts > sizes.group:
         what = "tokens of the experts × embed × bytes of dtype, added up over groups"
         terms.append(term("cotangent of the groups", wide, CARRIED, what))
     if sizes.expert_tokens > sizes.tokens:

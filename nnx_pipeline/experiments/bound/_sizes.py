@@ -62,8 +62,8 @@ class Sizes:
     @property
     def gathers_first(self) -> bool:
         """Whether a loop gathers weights before the ticks that use them; ZeRO-1's from shards."""
-        apart = self.mesh.fsdp > 1 or bool(self.state.model.zero1)
-        return self.config.pipeline.gathers_before_use and self.in_loop and apart
+        sharded = self.mesh.fsdp > 1 or bool(self.state.model.zero1)
+        return self.config.pipeline.gathers_before_use and self.in_loop and sharded
 
     @property
     def microbatches(self) -> int:
@@ -143,7 +143,7 @@ class Sizes:
         )
 
     @property
-    def own_experts(self) -> int:
+    def local_experts(self) -> int:
         """Experts of a device; 1 for a dense MLP."""
         return self.config.model.num_experts // self.layout.size("expert")
 
@@ -173,12 +173,12 @@ class Sizes:
         chunks = train.loss_chunks_of(self.microbatches) if one_by_one else train.loss_chunks
         shape = (sequences, train.sequence_length, model.embed_dim)
         plan = make_plan(shape, model.vocab_size, axes, chunks, self.optimizer_layout)
-        apart = self.mesh.product(*plan.tokens)
-        spread = apart * self.mesh.product(*plan.shared)
+        shards = self.mesh.product(*plan.tokens)
+        spread = shards * self.mesh.product(*plan.shared)
         tokens = sequences * train.sequence_length
         return Head(
-            chunk_tokens=tokens // apart // chunks,
-            own_tokens=tokens // spread,
+            chunk_tokens=tokens // shards // chunks,
+            device_tokens=tokens // spread,
             columns=plan.padded // self.mesh.product(*plan.vocab),
             is_moved=bool(plan.gathered or plan.turned),
             tokens_move=bool(plan.shared),
@@ -186,12 +186,12 @@ class Sizes:
 
     def numbers(self, tree: PyTree, layout: Layout) -> int:
         """How many numbers of some weights a device holds in a layout."""
-        return sum(self._of(one, layout) for one in _variables(tree))
+        return sum(self._of(leaf, layout) for leaf in _variables(tree))
 
     def gathered_bytes(self, tree: PyTree) -> int:
         """Bytes of some weights in the dtype of activations, whole along the residual stream."""
         return self.itemsize * sum(
-            self._of(one, self.layout, whole=GATHERED) for one in _variables(tree)
+            self._of(leaf, self.layout, whole=GATHERED) for leaf in _variables(tree)
         )
 
     @property
@@ -206,8 +206,8 @@ class Sizes:
             return 0
         shape: tuple[int, ...] = variable.get_value().shape
         repeats, _, layers, *_ = shape
-        one = self._of(variable, self.layout, whole=GATHERED) // (repeats * layers)
-        return one * self.itemsize * self.group // (self.own_experts if "expert" in names else 1)
+        size = self._of(variable, self.layout, whole=GATHERED) // (repeats * layers)
+        return size * self.itemsize * self.group // (self.local_experts if "expert" in names else 1)
 
     def _of(self, variable: Variable, layout: Layout, whole: tuple[str, ...] = ()) -> int:
         shape: tuple[int, ...] = variable.get_value().shape
@@ -221,14 +221,14 @@ class Head:
     """What the cross-entropy works on at a time, per device.
 
     - `chunk_tokens`: tokens whose logits exist at a time.
-    - `own_tokens`: tokens whose gradient a device keeps, of all chunks.
+    - `device_tokens`: tokens whose gradient a device keeps, of all chunks.
     - `columns`: its columns of the vocabulary.
     - `is_moved`: whether the head's kernel is gathered or exchanged before it is used.
     - `tokens_move`: whether the tokens of other devices are gathered.
     """
 
     chunk_tokens: int
-    own_tokens: int
+    device_tokens: int
     columns: int
     is_moved: bool
     tokens_move: bool

@@ -20,26 +20,26 @@ def interleaved(ranks: int, microbatches: int, repeats: int) -> Actions:
     - `repeats`: stages per rank.
     """
     rank, visits = np.arange(ranks)[:, None], microbatches * repeats
-    place = _places(ranks, visits, repeats)
-    order = np.empty_like(place)  # the inverse: the forward visits are counted before the others
-    np.put_along_axis(order, place, np.arange(2 * visits)[None], axis=1)
+    position = _positions(ranks, visits, repeats)
+    order = np.empty_like(position)  # the inverse: the forward visits are counted before the others
+    np.put_along_axis(order, position, np.arange(2 * visits)[None], axis=1)
     back, visit = np.divmod(order, visits)
-    passage, within = np.divmod(visit, ranks)
-    group, chunk = np.divmod(passage, repeats)
+    sweep, within = np.divmod(visit, ranks)
+    group, chunk = np.divmod(sweep, repeats)
     # An action reads the same visit of the rank next to it, and at an end of the ranks a visit of
-    # the rank at the other end, a passage earlier. In the first passage of a group nothing is
+    # the rank at the other end, a sweep earlier. In the first sweep of a group nothing is
     # waited for there: the first rank takes microbatches in, and the last rank turns back what it
     # made earlier in its order.
     besides = rank + np.where(back, 1, -1)
-    ends = besides % ranks != besides
-    needs = np.where(ends & (chunk == 0), 0, 1 + place[besides % ranks, order - ranks * ends])
+    wraps = besides % ranks != besides
+    needs = np.where(wraps & (chunk == 0), 0, 1 + position[besides % ranks, order - ranks * wraps])
     taken = _run(besides % ranks, needs)
     stage = np.where(back, repeats - 1 - chunk, chunk) * ranks + rank
     tables = (np.where(back, BACKWARD, FORWARD), stage, group * ranks + within)
     return Actions(*(_in_steps(table, taken) for table in tables))
 
 
-def _places(ranks: int, visits: int, repeats: int) -> np.ndarray:
+def _positions(ranks: int, visits: int, repeats: int) -> np.ndarray:
     """The place of each action in the order of its rank: `[ranks, 2 * visits]`.
 
     First those of the forward visits, then those of the backward visits. A rank begins with as many

@@ -100,7 +100,7 @@ class _Making:
         urgent = (_FORWARD, _WEIGHTS, _TURNED, _WEIGHTS)  # weights first where too many wait
         kinds, of_chunks = np.array([(kind, chunk) for kind in urgent for chunk in latest_first]).T
         waiting, done = np.zeros((2, 3, chunks, ranks), int)
-        place = self.stages.reshape(-1).argsort()  # of each stage
+        position = self.stages.reshape(-1).argsort()  # of each stage
         waiting[_FORWARD, self.stages == 0] = self.microbatches
         left = self.stages.size * self.microbatches * (3 if self.split else 2)
         steps = []
@@ -117,8 +117,8 @@ class _Making:
             done[cell] += 1
             waiting[cell] -= 1
             # What a step gives is there for the next one.
-            kind, stage = self._given(cell[0], self.stages[cell[1:]])
-            waiting.reshape(3, -1)[kind, place[stage]] += 1
+            kind, stage = self._next_actions(cell[0], self.stages[cell[1:]])
+            waiting.reshape(3, -1)[kind, position[stage]] += 1
             left -= len(cell[0])
         return steps
 
@@ -136,7 +136,7 @@ class _Making:
         there: np.ndarray = room > np.arange(chunks)[:, None]
         return there
 
-    def _given(self, kind: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _next_actions(self, kind: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Kinds and stages of the actions that can go on after these, once each."""
         forward, back, last = kind == _FORWARD, kind == _TURNED, self.stages.size - 1
         turns = forward & (stage == last)

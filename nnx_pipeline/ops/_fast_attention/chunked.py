@@ -94,10 +94,10 @@ def _attend_forward(
         # Of a query that may read no key of this tile, and none so far, the weights here are 1. The
         # first key that it may read, at the latest itself, multiplies what they added up to by 0.
         weights = jnp.exp(scores - new)
-        kept = jnp.where(_is_first(tile, tiling), 0.0, jnp.exp(largest - new))
-        share = share * kept + jnp.sum(weights, axis=-1, keepdims=True)
+        rescale = jnp.where(_is_first(tile, tiling), 0.0, jnp.exp(largest - new))
+        share = share * rescale + jnp.sum(weights, axis=-1, keepdims=True)
         added = _product("bgqrk,bkgd->bgqrd", weights, _block(value, tile[1], block))
-        total = total * kept + added
+        total = total * rescale + added
         # Written at every tile, and right after the last one of the query block.
         result = jnp.moveaxis(total / share, 2, 1).astype(mixed.dtype)
         mixed = _written(mixed, result, tile[0] * block, axis=1)
@@ -167,9 +167,9 @@ def computed_tiles(tiling: Tiling, length: int) -> Int[Array, "tiles 2"]:
     number = -(-length // tiling.block)
     rows = jnp.arange(number, dtype=jnp.int32)
     ends = jnp.cumsum(rows - _first_column(rows, tiling) + 1, dtype=jnp.int32)
-    place = jnp.arange(len(tiles_needed(length, tiling.block, tiling.window)), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
-    return jnp.stack([row, row + place + 1 - ends[row]], axis=1)
+    position = jnp.arange(len(tiles_needed(length, tiling.block, tiling.window)), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, position, side="right").astype(jnp.int32)
+    return jnp.stack([row, row + position + 1 - ends[row]], axis=1)
 
 
 def _first_column(rows: Array, tiling: Tiling) -> Array:

@@ -71,9 +71,9 @@ def flash_attention(
     kernel: Callable[..., Array]
     if options.interpret or platform == "tpu":
         splash.check_splash(query.shape[1], query.dtype)
-        own = splash.Splash(options.window, options.soft_cap, options.interpret)
-        masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
-        kernel = functools.partial(own.attend, structure)
+        attention = splash.Splash(options.window, options.soft_cap, options.interpret)
+        masks, structure = attention.masks(query.shape[1], query.shape[2] // key.shape[2])
+        kernel = functools.partial(attention.attend, structure)
     else:
         packed, head_dims = segment_ids is not None, (query.shape[3], value.shape[3])
         cudnn.check_cudnn(head_dims, query.dtype, packed=packed, soft_cap=options.soft_cap)
@@ -122,11 +122,11 @@ def _on_devices(
     # whole. `kernel` gets no segment ids where there are none.
     keys = P(*grouped[:3], None)
     specs = [grouped, keys, keys, P(grouped[0], None)]
-    given = [array for array in arrays if array is not None]
-    specs = [*specs[: len(given)], *(P() for _ in whole)]
+    present = [array for array in arrays if array is not None]
+    specs = [*specs[: len(present)], *(P() for _ in whole)]
     shards = tuple(axis for entry in grouped for axis in _axes(entry) if axis in mesh_sizes())
     attend = differentiable(kernel, specs, grouped, shards=shards, refusal=REFUSAL)
-    return out_of_groups(attend(*given, *whole), grouped)
+    return out_of_groups(attend(*present, *whole), grouped)
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

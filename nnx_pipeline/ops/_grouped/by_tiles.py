@@ -32,10 +32,10 @@ def product(
 
     def visit(out: Array, group: Array, at: Array, bounds: Array) -> Array:
         mine = _within(at, tile, bounds)
-        own = jax.lax.dynamic_index_in_dim(tiles, at, keepdims=False)
+        tile_rows = jax.lax.dynamic_index_in_dim(tiles, at, keepdims=False)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
         new = jax.lax.dot_general(
-            own, kernel, (((1,), (of_kernel,)), ((), ())), preferred_element_type=jnp.float32
+            tile_rows, kernel, (((1,), (of_kernel,)), ((), ())), preferred_element_type=jnp.float32
         ).astype(out.dtype)
         before = jax.lax.dynamic_index_in_dim(out, at, keepdims=False)
         new = jnp.where(mine, new, before)
@@ -68,11 +68,11 @@ def outer(
 
     def visit(total: Array, group: Array, at: Array, bounds: Array) -> Array:
         mine = _within(at, tile, bounds)
-        own, other = (
+        rows, others = (
             jnp.where(mine, jax.lax.dynamic_index_in_dim(each, at, keepdims=False), 0)
             for each in (lefts, rights)
         )
-        new = jnp.dot(own.T, other, preferred_element_type=jnp.float32)
+        new = jnp.dot(rows.T, others, preferred_element_type=jnp.float32)
         before = jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
         total = jax.lax.dynamic_update_index_in_dim(total, before + new, group, 0)
         return total

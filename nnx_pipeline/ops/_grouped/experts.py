@@ -53,10 +53,10 @@ class GroupedExperts:
         weights, experts = choice
         tokens = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
         rows, (every, *_) = tokens * experts.shape[-1], kernels.gate.shape
-        own = every // layout.size("expert")
-        group = self.group or own
-        rule = f"model.expert_group={group} does not divide the {own} experts of a device"
-        is_divisor(group, own, rule=rule)
+        local = every // layout.size("expert")
+        group = self.group or local
+        rule = f"model.expert_group={group} does not divide the {local} experts of a device"
+        is_divisor(group, local, rule=rule)
         products = products_for(rows, self.tiles, share=every // group)
         grouped = _OnDevice.of("grouped", every, layout, products=products, group=group)
         order = grouped.sort(experts)
@@ -74,13 +74,11 @@ class _Groups(NamedTuple):
     some: sorting.Some | None = None
     results: list[Array] | None = None
 
-    def product(
-        self, place: int, rows: Array, kernels: Array, *, transposed: bool = False
-    ) -> Array:
-        """The rows times their kernels; they belong to the result number `place`."""
+    def product(self, slot: int, rows: Array, kernels: Array, *, transposed: bool = False) -> Array:
+        """The rows times their kernels; they belong to the result number `slot`."""
         into = None
         if self.some is not None and self.results is not None:
-            into = jnp.int32(self.some.first), self.results[place]
+            into = jnp.int32(self.some.first), self.results[slot]
         return self.products.product(rows, kernels, self.sizes, into, transposed=transposed)
 
     def outer(self, left: Array, right: Array) -> Array:
@@ -116,32 +114,32 @@ class _OnDevice(OnDevices):
             mine = jax.lax.axis_index(self.owners) if self.owners else 0
             order = sorting.sort_by_expert(
                 _flat(self.from_owners(experts)),
-                first=mine * self.own,
-                own=self.own,
+                first=mine * self.local_experts,
+                count=self.local_experts,
                 tile=self.products.multiple,
             )
             return tuple(leaf[None] for leaf in order)
 
         return sorting.Order(*self.per_device(local, [self.tokens], self.orders)(experts))
 
-    def in_turn(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
+    def by_group(self, some: OfSome, order: sorting.Order, kernels: tuple[Array, ...]) -> _OfGroup:
         """The results of one group after the other, and the gradients of their kernels."""
-        steps = self.own // self.group
+        steps = self.local_experts // self.group
         if steps == 1:  # there is nothing to add to
             return some(_Groups(self.products, order.sizes), *kernels)
 
         def step(results: list[Array], now: tuple[Array, tuple[Array, ...]]) -> _OfGroup:
-            number, own = now
+            number, kernels_of = now
             groups = sorting.Some(number * self.group, self.group)
-            return some(_Groups(self.products, order.sizes, groups, results), *own)
+            return some(_Groups(self.products, order.sizes, groups, results), *kernels_of)
 
         split = tuple(kernel.reshape(steps, -1, *kernel.shape[1:]) for kernel in kernels)
         first = [kernel[0] for kernel in split]
         made, _ = jax.eval_shape(partial(some, _Groups(self.products, order.sizes)), *first)
-        start = [jnp.zeros(one.shape, one.dtype) for one in made]
+        start = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in made]
         now = (jnp.arange(steps, dtype=jnp.int32), split)
         results, gradients = jax.lax.scan(step, start, now)
-        return results, tuple(one.reshape(-1, *one.shape[2:]) for one in gradients)
+        return results, tuple(leaf.reshape(-1, *leaf.shape[2:]) for leaf in gradients)
 
     def from_owners(self, x: Array) -> Array:
         """What all devices that share the experts have, `[batch, …]`: an all-gather."""
@@ -163,9 +161,9 @@ class _OnDevice(OnDevices):
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 whole = (self.gathered(kernel, 1) for kernel in kernels)
-                return [groups.product(place, rows, one) for place, one in enumerate(whole)], ()
+                return [groups.product(slot, rows, leaf) for slot, leaf in enumerate(whole)], ()
 
-            return tuple(rows[None] for rows in self.in_turn(some, order, kernels)[0])
+            return tuple(rows[None] for rows in self.by_group(some, order, kernels)[0])
 
         specs = [self.tokens, *self.orders, self.into, self.into]
         opened, raised = self.per_device(local, specs, [self.rows] * 2)(x, *places, gate, up)
@@ -182,13 +180,13 @@ class _OnDevice(OnDevices):
 
             def some(groups: _Groups, *kernels: Array) -> _OfGroup:
                 parts, d_kernels = [], []
-                for place, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
+                for slot, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
                     whole = self.gathered(kernel, 1)
-                    parts.append(groups.product(place, d_row, whole, transposed=True))
+                    parts.append(groups.product(slot, d_row, whole, transposed=True))
                     d_kernels.append(self.summed(groups.outer(rows, d_row), 1))
                 return parts, tuple(d_kernels)
 
-            (of_gate, of_up), d_kernels = self.in_turn(some, order, kernels)
+            (of_gate, of_up), d_kernels = self.by_group(some, order, kernels)
             return self.to_owners(sorting.from_rows(of_gate + of_up, order), x), *d_kernels
 
         into, rows = self.into, self.rows
@@ -209,7 +207,7 @@ class _OnDevice(OnDevices):
             def some(groups: _Groups, down: Array) -> _OfGroup:
                 return [groups.product(0, weighed, self.gathered(down, 2))], ()
 
-            (rows,), _ = self.in_turn(some, order, (down,))
+            (rows,), _ = self.by_group(some, order, (down,))
             return (self.to_owners(sorting.from_rows(rows, order), weights),)
 
         specs = [self.rows, self.tokens, *self.orders, self.down]
@@ -229,7 +227,7 @@ class _OnDevice(OnDevices):
                 part = groups.product(0, d_rows, self.gathered(down, 2), transposed=True)
                 return [part], (self.summed(groups.outer(weighed, d_rows), 2),)
 
-            (d_weighed,), (d_down,) = self.in_turn(some, order, (down,))
+            (d_weighed,), (d_down,) = self.by_group(some, order, (down,))
             d_share = jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=1)
             d_weights = self.to_owners(sorting.weights_of_choices(d_share, order), weights)
             d_hidden = d_weighed * share[:, None]

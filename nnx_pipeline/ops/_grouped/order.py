@@ -46,15 +46,15 @@ class Order(NamedTuple):
 
 
 def sort_by_expert(
-    experts: Int[Array, "tokens chosen"], *, first: Int[Array, ""] | int, own: int, tile: int
+    experts: Int[Array, "tokens chosen"], *, first: Int[Array, ""] | int, count: int, tile: int
 ) -> Order:
-    """Sorts choices by expert and token, for `own` experts from `first` on, in whole tiles."""
+    """Sorts choices by expert and token, for `count` experts from `first` on, in whole tiles."""
     flat = experts.reshape(-1) - first
-    flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # experts of other devices come last
+    flat = jnp.where((flat >= 0) & (flat < count), flat, count)  # other devices' experts come last
     choices = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.argsort(choices).astype(jnp.int32).reshape(experts.shape)
     # Ends of the groups by search: a count by scatter takes a TPU longer.
-    ends = jnp.searchsorted(flat[choices], jnp.arange(own), side="right").astype(jnp.int32)
+    ends = jnp.searchsorted(flat[choices], jnp.arange(count), side="right").astype(jnp.int32)
     choices = jnp.pad(choices, (0, -len(choices) % tile))
     return Order(choices, places, jnp.diff(ends, prepend=0))
 
@@ -69,15 +69,15 @@ def from_rows(rows: Float[Array, "rows embed"], order: Order) -> Float[Array, "t
     # Rows that belong to no expert of this device may hold anything, even NaN.
     total = jnp.zeros((order.places.shape[0], rows.shape[1]), jnp.float32)
     for places in order.places.T:  # few; one array for all choices would be larger than x
-        own = rows.at[places].get(mode="promise_in_bounds").astype(jnp.float32)
-        total = total + jnp.where((places < order.used)[:, None], own, 0)
+        picked = rows.at[places].get(mode="promise_in_bounds").astype(jnp.float32)
+        total = total + jnp.where((places < order.used)[:, None], picked, 0)
     return total
 
 
 def weights_of_choices(values: Float[Array, "rows"], order: Order) -> Float[Array, "tokens chosen"]:
     """The value of each choice's row, 0 where its expert is on another device."""
-    own = values.at[order.places].get(mode="promise_in_bounds")
-    return jnp.where(order.places < order.used, own, 0)
+    picked = values.at[order.places].get(mode="promise_in_bounds")
+    return jnp.where(order.places < order.used, picked, 0)
 
 
 def of_rows(values: Float[Array, "tokens chosen"], order: Order) -> Float[Array, "rows"]:

@@ -121,10 +121,10 @@ def _product_of_megablox(
 
     into, out_of = rows.shape[1], kernels.shape[1 if how.transposed else 2]
     tile = _within(how.tile, into, out_of)
-    own, (high, _, wide) = len(rows) // how.share, tile
-    visits = -(-own // high) + len(kernels) - 1
-    read = own * into * -(-out_of // wide) + visits * into * out_of
-    with _calling("gmm", 2 * own * into * out_of, rows.itemsize * (read + own * out_of)):
+    local, (high, _, wide) = len(rows) // how.share, tile
+    visits = -(-local // high) + len(kernels) - 1
+    read = local * into * -(-out_of // wide) + visits * into * out_of
+    with _calling("gmm", 2 * local * into * out_of, rows.itemsize * (read + local * out_of)):
         product: Array = gmm(
             rows,
             kernels,
@@ -146,10 +146,10 @@ def _outer_of_megablox(
 
     (rows, into), out_of = left.shape, right.shape[1]
     tile = _within(how.tile, into, out_of)
-    own, (_, deep, wide) = rows // how.share, tile
-    read = own * into * -(-out_of // wide) + own * out_of * -(-into // deep)
+    local, (_, deep, wide) = rows // how.share, tile
+    read = local * into * -(-out_of // wide) + local * out_of * -(-into // deep)
     size = left.itemsize * (read + count * into * out_of)
-    with _calling("tgmm", 2 * own * into * out_of, size):
+    with _calling("tgmm", 2 * local * into * out_of, size):
         gradient: Array = tgmm(
             left.T,
             right,

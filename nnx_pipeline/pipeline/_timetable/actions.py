@@ -11,7 +11,6 @@ import functools
 import io
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -104,8 +103,8 @@ class Actions:
         """The most visits whose residuals each rank stores, the visit in progress included."""
         begun = np.cumsum(self.kind == FORWARD, axis=1)
         ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))
-        kept = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
-        return tuple(kept.max(axis=1).tolist())
+        live = begun - np.cumsum(ends, axis=1) + ends  # what ends now is still there
+        return tuple(live.max(axis=1).tolist())
 
     def cells(self) -> list[list[str]]:
         rows = zip(*(table.tolist() for table in self._tables), strict=True)
@@ -114,7 +113,7 @@ class Actions:
             for row in rows
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "ranks": self.ranks,
             "stages": self.stages,
@@ -183,7 +182,7 @@ class Actions:
         wrong = (step >= 0) & ((before < 0) | (before >= step))
         if not wrong.any():
             return
-        at, microbatch = (int(one[0]) for one in np.nonzero(wrong))
+        at, microbatch = (int(index[0]) for index in np.nonzero(wrong))
         stage = int(stages[at])
         reader = text_of_action(kind, stage, microbatch)
         needed = text_of_action(int(name[at, microbatch]), stage - distance, microbatch)
@@ -194,17 +193,17 @@ class Actions:
 
     def _check_whole(self) -> None:
         there = self.when >= 0
-        one, of_input, of_weights = (there[kind] for kind in (BACKWARD, OF_INPUT, OF_WEIGHTS))
-        back = np.where(one, ~of_input & ~of_weights, of_input & of_weights)
+        whole, of_input, of_weights = (there[kind] for kind in (BACKWARD, OF_INPUT, OF_WEIGHTS))
+        back = np.where(whole, ~of_input & ~of_weights, of_input & of_weights)
         lacking = np.argwhere(~(there[FORWARD] & (back | (not self.trains))))
         if len(lacking):
             stage, microbatch = lacking[0].tolist()
             letters = [LETTERS[kind] for kind in np.flatnonzero(there[:, stage, microbatch])]
             self._refuse_part(stage, microbatch, ", ".join(letters))
 
-    def _refuse_part(self, stage: int, microbatch: int, found: str) -> None:
+    def _refuse_part(self, stage: int, microbatch: int, visits: str) -> None:
         raise InputError(
-            f"stage {stage} has {found or 'nothing'} of microbatch {microbatch}; it must have "
+            f"stage {stage} has {visits or 'nothing'} of microbatch {microbatch}; it must have "
             + ("F and B, or F, I and W" if self.trains else "F")
         )
 
@@ -261,12 +260,12 @@ def _parsed(cell: str, line: int) -> tuple[int, int, int]:
     cell = cell.strip()
     if not cell:
         return IDLE, 0, 0
-    found = _CELL.fullmatch(cell)
-    if found is None:
+    match = _CELL.fullmatch(cell)
+    if match is None:
         raise InputError(
             f"line {line} of the timetable has the cell {cell!r}; write a stage, one of "
             f"{', '.join(LETTERS.strip())} and a microbatch, such as 2F0, or nothing; sends, "
             "receives and pairs of actions that overlap cannot be read (PyTorch leaves sends and "
             "receives out with format='compute_only')"
         )
-    return LETTERS.index(found[2]), int(found[1]), int(found[3])
+    return LETTERS.index(match[2]), int(match[1]), int(match[3])

@@ -104,11 +104,11 @@ def _legend(schedule: Schedule) -> "list[Patch]":
 def _colour(lane: Lane, repeat: int, repeats: int) -> str:
     from matplotlib.colors import to_hex, to_rgb
 
-    own = LANE_COLOURS.get(lane.sign)
-    if own is None:
+    colour = LANE_COLOURS.get(lane.sign)
+    if colour is None:
         return _repeat_colour(repeat, repeats)
     white = 0.65 * repeat / max(repeats - 1, 1)
-    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(own))
+    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(colour))
     return to_hex((red, green, blue))
 
 
@@ -240,14 +240,14 @@ def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
     from matplotlib.patches import Patch
 
     sizes = {"stages": stages, "microbatches": microbatches, "repeats": repeats}
-    found = {name: actions_of(make_schedule(name, **sizes)) for name in SCHEDULE_NAMES}
-    steps = max(actions.steps for actions in found.values())
+    timetables = {name: actions_of(make_schedule(name, **sizes)) for name in SCHEDULE_NAMES}
+    steps = max(actions.steps for actions in timetables.values())
     width = min(max(0.3 * steps + 1.5, 8.0), 20.0)
     rows = min(max(0.3 * stages, 1.2), 6.0)
     figure = Figure(figsize=(width, 2 * rows + 4.2), layout="constrained")
-    heights = [*[rows] * len(found), 1.8]
+    heights = [*[rows] * len(timetables), 1.8]
     *panels, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for axes, (name, actions) in zip(panels, found.items(), strict=True):
+    for axes, (name, actions) in zip(panels, timetables.items(), strict=True):
         most = int(live(actions).max())
         idle = f"{actions.idle_share:.1%} of all steps idle"
         axes.set_title(
@@ -256,7 +256,7 @@ def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
             fontsize=10,
         )
         _draw(axes, actions)
-    for colour, (name, actions) in zip(_LINES, found.items(), strict=True):
+    for colour, (name, actions) in zip(_LINES, timetables.items(), strict=True):
         line = live(actions).max(axis=0)
         below.step(range(len(line)), line, where="mid", label=name, color=colour)
     below.set_title("live microbatches on the stage that keeps most", loc="left", fontsize=10)

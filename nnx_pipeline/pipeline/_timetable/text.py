@@ -4,7 +4,7 @@ import functools
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -46,23 +46,23 @@ def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
 
 def summary(schedule: Schedule) -> str:
     stages, repeats = schedule.stages, schedule.repeats
-    given = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
+    sizes = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
     if isinstance(schedule, CircularSchedule):
         return (
-            f"{given}, {counted(repeats, 'repeat')}: {counted(schedule.ticks, 'tick')}, "
+            f"{sizes}, {counted(repeats, 'repeat')}: {counted(schedule.ticks, 'tick')}, "
             f"{schedule.bubble_ticks} of them idle on each stage "
             f"(bubble {schedule.bubble_share:.1%})"
         )
     if repeats == 1:
-        kind, kept = "one forward one backward", "microbatches"
+        kind, unit = "one forward one backward", "microbatches"
         sum_of_ticks = f"{schedule.microbatches} + 2 · {stages - 1}"
     else:
-        kind, kept = f"{repeats} repeats, interleaved one forward one backward", "visits"
+        kind, unit = f"{repeats} repeats, interleaved one forward one backward", "visits"
         sum_of_ticks = f"{schedule.microbatches} · {repeats} + {stages} · {repeats + 1} - 2"
     return (
-        f"{given}, {kind}: {schedule.ticks} ticks = {sum_of_ticks} "
+        f"{sizes}, {kind}: {schedule.ticks} ticks = {sum_of_ticks} "
         f"(bubble {schedule.bubble_share:.1%}), ring slots per stage: {schedule.ring_slots} "
-        f"({kept} kept at most)"
+        f"({unit} kept at most)"
     )
 
 
@@ -243,7 +243,7 @@ def layers_table(stack: Stack) -> Table:
     return table
 
 
-def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, Any]:
+def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, object]:
     return {
         "layers": stack.layers,
         "layers_per_visit": stack.per_stage,

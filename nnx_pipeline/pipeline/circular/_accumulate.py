@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,16 @@ from jaxtyping import PyTree
 from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline._exchange import slot
 from nnx_pipeline.pipeline.circular._backward import Others, PrefetchLoop, TwoWayTick, WholeLoop
-from nnx_pipeline.pipeline.circular._tick import CircularLoop
+from nnx_pipeline.pipeline.circular._tick import CircularLoop, Wrap
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
-from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.visit import Reads, Visit
-from nnx_pipeline.sharding._gradients import asked_of, is_symbolic_zero, or_zeros, values_of
+from nnx_pipeline.sharding._gradients import is_symbolic_zero, or_zeros, perturbed, values_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Accumulate:
     """All ticks, differentiated one by one; `checkpoint` decides which residuals are saved."""
 
     loop: CircularLoop
-    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]]
+    checkpoint: Wrap
     how: Accumulation
 
     def __call__(
@@ -43,7 +42,7 @@ class Accumulate:
     ) -> tuple[Moving, PyTree]:
         """What moves, `[stages, slots, …]` and state, after the last tick, and all metrics."""
 
-        def call(look: Callable[..., Any]) -> None:  # with the types that the ticks have
+        def call(look: Function) -> None:  # with the types that the ticks have
             jax.eval_shape(functools.partial(_first_visit, self._tick(look)), params, moving, side)
 
         # What the stage function closes over becomes an input of the loop: JAX does not
@@ -59,12 +58,12 @@ class Accumulate:
 
         def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
             mapped = stages.map_stages(functools.partial(apply_stage, reads.captured))
-            found: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
-            return found
+            result: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
+            return result
 
         gather = self.how.fsdp_gather.of_repeats(self.loop.schedule.repeats)
-        own = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
-        return TwoWayTick(self.loop, own)
+        visits = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
+        return TwoWayTick(self.loop, visits)
 
 
 def _first_visit(
@@ -97,9 +96,9 @@ def _run(ticks: AllTicks, params: PyTree, moving: Moving, others: Others) -> tup
 
 
 def _run_forward(
-    ticks: AllTicks, params: PyTree, moving: PyTree, others: Any
-) -> tuple[tuple[Moving, PyTree], Any]:
-    needed = _Needed(tuple(jax.tree.leaves(asked_of((params, others)))))
+    ticks: AllTicks, params: PyTree, moving: PyTree, others: PyTree
+) -> tuple[tuple[Moving, PyTree], PyTree]:
+    needed = _Needed(tuple(jax.tree.leaves(perturbed((params, others)))))
     params, moving, others = values_of((params, moving, others))
     (end, state), metrics, saved = ticks.forward(params, moving, others, keep=True)
     return ((end.stream, state), metrics), (params, moving[1], others, saved, needed)

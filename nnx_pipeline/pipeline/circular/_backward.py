@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,8 +104,8 @@ class TwoWayTick:
         d_reads, d_x = self.visit.back(residuals, reads, d_y, d_metrics, state=written)
         (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
         d_weights = self.visit.only(d_reads.weights)
-        d_rows, d_closed = only(self.needed, Others(*d_reads[1:]))
-        d_others = Others(_to_microbatches(others.side, d_rows, now), d_closed)
+        d_rows, d_captured = only(self.needed, Others(*d_reads[1:]))
+        d_others = Others(_to_microbatches(others.side, d_rows, now), d_captured)
         return Cotangents(before, add(after.others, d_others)), d_weights
 
     def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
@@ -113,8 +113,8 @@ class TwoWayTick:
         # Called only for the structure and the shapes of the carry, which then becomes zeros.
         empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
         carry = jax.tree.map(jnp.zeros_like, empty)
-        d_closed = zero_gradients(others.captured, others.captured, self.visit.grad_dtype)
-        d_others = Others(zero_gradients(others.side, others.side), d_closed)
+        d_captured = zero_gradients(others.captured, others.captured, self.visit.grad_dtype)
+        d_others = Others(zero_gradients(others.side, others.side), d_captured)
         return Cotangents(carry._replace(stream=d_stream), only(self.needed, d_others))
 
 
@@ -126,7 +126,7 @@ class WholeLoop:
 
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
-    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, tuple[PyTree, PyTree]]:
         """Makes all ticks with the weights as they are stored, `[repeats, stages, …]`.
 
         Returns carry and state after the last tick, the metrics of every tick, and what `backward`
@@ -141,7 +141,7 @@ class WholeLoop:
         return end, metrics, (split, residuals)
 
     def backward(
-        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+        self, params: PyTree, others: Others, saved: tuple[PyTree, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
         """The gradient of `params`, and the cotangents before the first tick."""
         (split, residuals), d_metrics = saved
@@ -195,19 +195,19 @@ class PrefetchLoop:
 
     def forward(
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
-    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, _Pieces]:
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
         now = self._gather(params, jnp.int32(0))
 
-        def run(carry: Any, plan: CircularPlan, *weights: PyTree) -> tuple[Any, PyTree]:
+        def run(carry: PyTree, plan: CircularPlan, *weights: PyTree) -> tuple[PyTree, PyTree]:
             weights_at = functools.partial(_stage_weights, weights)
             step = functools.partial(self.tick.forward, weights_at, others, keep)
             return jax.lax.scan(step, carry, plan)
 
         def change(
-            state: tuple[Any, PyTree], at: tuple[Array, CircularPlan, CircularPlan]
-        ) -> tuple[tuple[Any, PyTree], tuple[PyTree, PyTree]]:
+            state: tuple[PyTree, PyTree], at: tuple[Array, CircularPlan, CircularPlan]
+        ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, PyTree]]:
             (carry, now), (repeat, steady, change) = state, at
             # Gathered here and first used in `change`, so that the transfer overlaps with `steady`.
             after = self._gather(params, repeat + 1)
@@ -223,7 +223,7 @@ class PrefetchLoop:
         return carry, _joined(_Pieces(*metrics)), _Pieces(*residuals)
 
     def backward(
-        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+        self, params: PyTree, others: Others, saved: tuple[_Pieces, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, circular_plan(schedule))
@@ -234,10 +234,10 @@ class PrefetchLoop:
         def zeros(gathered: PyTree) -> PyTree:
             # One repeat of the parameters, for the dtypes of the accumulators.
             one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
-            own = self.tick.visit
-            return own.only(zero_gradients(gathered, one_repeat, own.grad_dtype))
+            visits = self.tick.visit
+            return visits.only(zero_gradients(gathered, one_repeat, visits.grad_dtype))
 
-        def change_back(state: Any, at: Any) -> tuple[Any, PyTree]:
+        def change_back(state: PyTree, at: PyTree) -> tuple[PyTree, PyTree]:
             cotangents, later, d_later = state
             repeat, steady, change, settled, changed = at
             now = self._gather(params, repeat)
@@ -272,7 +272,7 @@ class PrefetchLoop:
         """Goes back through ticks, with one or two repeats of weights and gradients."""
         weights_at = functools.partial(_stage_weights, weights)
 
-        def step(state: Any, at: tuple[CircularPlan, PyTree]) -> tuple[Any, None]:
+        def step(state: PyTree, at: tuple[CircularPlan, PyTree]) -> tuple[PyTree, None]:
             cotangents, totals = state
             cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
             return (cotangents, _collect(totals, d_weights, at[0])), None
@@ -309,11 +309,11 @@ def _cut(schedule: CircularSchedule, whole: PyTree) -> _Pieces:
 
 
 def _joined(pieces: _Pieces) -> PyTree:
-    def one(fill: Array, steady: Array, change: Array, last: Array) -> Array:
+    def joined(fill: Array, steady: Array, change: Array, last: Array) -> Array:
         between = jnp.concatenate([steady, change], axis=1)
         return jnp.concatenate([fill, between.reshape(-1, *fill.shape[1:]), last])
 
-    return jax.tree.map(one, *pieces)
+    return jax.tree.map(joined, *pieces)
 
 
 def _stage_weights(weights: tuple[PyTree, ...], now: CircularPlan) -> PyTree:

@@ -12,7 +12,7 @@ one line below is the work of all stages at once:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
 
@@ -57,8 +58,8 @@ def circular_plan(schedule: CircularSchedule) -> CircularPlan:
 MakeVisits = Callable[[CircularPlan, Moving], tuple[Moving, PyTree]]
 # ((carry, state of all layers), now) to (the next pair, whatever else the tick gives)
 Before = tuple["CircularCarry", PyTree]
-CircularTick = Callable[[Before, CircularPlan], tuple[Before, Any]]
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+CircularTick = Callable[[Before, CircularPlan], tuple[Before, PyTree]]
+Wrap = Callable[[Function], Function]
 
 
 class CircularCarry(NamedTuple):
@@ -148,9 +149,9 @@ forward pass.
 
 def walk_ticks(
     schedule: CircularSchedule,
-    tick: Callable[[Any, Any], tuple[PyTree, PyTree]],
-    carry: Any,
-    rows: Any,
+    tick: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    rows: PyTree,
     *,
     reverse: bool = False,
 ) -> tuple[PyTree, PyTree]:
@@ -191,13 +192,13 @@ class CircularLoop:
         # With `jax.checkpoint` as `linear`, put around the steps before and after the visit, which
         # are linear in the carry, JAX saves only the timetable's row of them.
         how = self.schedule, self.shift_by
-        enter = linear(functools.partial(stage_inputs, *how))
+        select = linear(functools.partial(stage_inputs, *how))
         pass_on = linear(functools.partial(stage_outputs, *how))
 
         def tick(before: Before, now: CircularPlan) -> tuple[Before, PyTree]:
             carry, state = before
             at = self.visits_at(now)
-            mid, x = enter(now, carry)
+            mid, x = select(now, carry)
             (y, written), visited = make(now, (name_input(x), take(state, at)))
             return (pass_on(now, mid, y), put(state, at, written)), visited
 
@@ -225,8 +226,8 @@ def autodiff_tick(
     @checkpoint
     def select_and_visit(split: PyTree, now: CircularPlan, x: Moving) -> tuple[Moving, PyTree]:
         weights = visit.weights_of(split, now.repeat)
-        found: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
-        return found
+        result: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
+        return result
 
     split = repeats.split_to_read(params, cast_at_use=loop.cast_at_use)
     make = functools.partial(select_and_visit, split)

@@ -11,7 +11,7 @@ from nnx_pipeline.pipeline import _entry as entry
 from nnx_pipeline.pipeline.circular import _tick
 from nnx_pipeline.pipeline.circular._accumulate import Accumulate
 from nnx_pipeline.pipeline.circular._tick import CircularLoop, autodiff_tick
-from nnx_pipeline.pipeline.metrics import given_out, over_ticks
+from nnx_pipeline.pipeline.metrics import guarded_values, over_ticks
 from nnx_pipeline.pipeline.options import LoopOptions
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage._checks import check_shapes, check_stacked, checked
@@ -91,10 +91,10 @@ def run_pipeline(
         run = Accumulate(loop, checkpoint, how)
         (stream, states), metrics = run(stage, params, (stream, states), side)
     outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), stream)
-    metrics = given_out(over_ticks(metrics, schedule.visits.active), outputs)
+    metrics = guarded_values(over_ticks(metrics, schedule.visits.active), outputs)
     if state is None:
         return outputs, metrics
-    return outputs, metrics, states.given_out(schedule.microbatches)
+    return outputs, metrics, states.as_stored(schedule.microbatches)
 
 
 def _in_order(stream: Array, schedule: CircularSchedule) -> Array:

@@ -2,10 +2,10 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline._exchange import empty_host_ring, empty_ring, from_stage, to_stages
@@ -59,9 +59,9 @@ class OneForwardOneBackwardLoop:
         schedule = self.tick.schedule
         filling, steady, draining = schedule.phases
         phases = [
-            Phase(filling, forward=True, leave=False, backward=False),
-            Phase(steady, forward=True, leave=True, backward=differentiate),
-            Phase(draining, forward=False, leave=False, backward=True),
+            Phase(filling, forward=True, loss=False, backward=False),
+            Phase(steady, forward=True, loss=True, backward=differentiate),
+            Phase(draining, forward=False, loss=False, backward=True),
         ]
         plan = one_f_one_b_plan(schedule)
         stored, visit = weights, self.tick.visit
@@ -88,8 +88,8 @@ class OneForwardOneBackwardLoop:
         if state.gradients is None:
             return state
         scattered = visit.total(state.gradients.stages, stored.stages)
-        d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.captured)
-        gradients = state.gradients._replace(stages=scattered, captured=d_closed)
+        d_captured = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.captured)
+        gradients = state.gradients._replace(stages=scattered, captured=d_captured)
         d_side = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.of_inputs.side)
         of_inputs = state.of_inputs._replace(side=d_side)
         return state._replace(gradients=gradients, of_inputs=of_inputs)
@@ -112,7 +112,7 @@ class OneForwardOneBackwardLoop:
         phase: Phase,
         weights: LoopWeights,
         inputs: Inputs,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         plan: PhasePlan,
     ) -> LoopState:
@@ -138,9 +138,9 @@ class OneForwardOneBackwardLoop:
         jax.eval_shape(call, weights, inputs, layers)
 
     def _first_visit(
-        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
-    ) -> tuple[PyTree, Any, PyTree]:
-        layers, plan = given
+        self, weights: LoopWeights, inputs: Inputs, start: tuple[PyTree, PhasePlan], *, keep: bool
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        layers, plan = start
         now = jax.tree.map(lambda leaf: leaf[0], plan)
         x = self.tick.entering(weights, inputs, now)
         moving = x, take(layers, self.tick.visits_at(now))
@@ -152,18 +152,18 @@ class OneForwardOneBackwardLoop:
         return objective(state.loss, metrics, self.tick.metric_weights)
 
     def _start(
-        self, weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan], *, keep: bool
-    ) -> tuple[LoopState, Any]:
+        self, weights: LoopWeights, inputs: Inputs, start: tuple[PyTree, PhasePlan], *, keep: bool
+    ) -> tuple[LoopState, PyTreeDef]:
         """The state before the first tick, and the tree structure of what a visit keeps."""
 
-        def first_visit(*args: Any) -> Any:
+        def first_visit(*args: PyTree) -> tuple[PyTree, PyTree, PyTree, _OnHost]:
             x, (_, metrics), residuals = self._first_visit(*args, keep=keep)
             return x, metrics, residuals, _on_host(residuals)
 
-        def no_metric(metric: Metric) -> Metric:
-            return type(metric)(empty_ring(metric.value, None, identity(metric)))
+        def no_metric(metric: Metric) -> PyTree:
+            return jax.tree.map(lambda leaf: empty_ring(leaf, None, identity(metric)), metric)
 
-        x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
+        x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, start)
         residuals, tree = jax.tree.flatten(residuals)
         slots, fill = self.tick.schedule.ring_slots, self.bubble_fill
         return LoopState(
@@ -176,6 +176,6 @@ class OneForwardOneBackwardLoop:
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
             metrics=jax.tree.map(no_metric, metrics, is_leaf=is_metric),
-            layers=given[0],
+            layers=start[0],
             of_inputs=NOTHING,
         ), tree

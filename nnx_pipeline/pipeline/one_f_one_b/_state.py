@@ -1,7 +1,7 @@
 """What a tick of 1F1B reads and passes on: timetable, weights and state."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +75,7 @@ class LoopWeights(NamedTuple):
 
     @classmethod
     def of(
-        cls, weights: Weights, enter: Any = (), stages: Any = (), leave: Any = ()
+        cls, weights: Weights, enter: PyTree = (), stages: PyTree = (), leave: PyTree = ()
     ) -> "LoopWeights":
         first, last = WithCaptured(weights.enter, [*enter]), WithCaptured(weights.leave, [*leave])
         return cls(first, weights.stages, last, [*stages])

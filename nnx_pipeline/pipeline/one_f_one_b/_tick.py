@@ -4,7 +4,7 @@ Every array of a stage begins with the axis of stages, so one line below is the 
 
     forward     x = output of the stage before, a tick ago; the first stage takes what enters
                 y, residuals = visit(x); the ring stores the residuals
-    leave       the last stage's y gives the loss, whose cotangent starts the backward visits
+    loss        the last stage's y gives the loss, whose cotangent starts the backward visits
     backward    d_y = d_inputs of the stage after, a tick ago; the last stage takes the loss's
                 d_weights, d_x = derivative from the residuals in the ring; d_weights add up
 """
@@ -12,10 +12,11 @@ Every array of a stage begins with the axis of stages, so one line below is the 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline import _exchange as exchange
@@ -24,6 +25,7 @@ from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, only_co
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, PhasePlan, WithCaptured
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers
 from nnx_pipeline.pipeline.stage.apply import Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.state import At, put, take
@@ -42,7 +44,7 @@ class HoistedFunctions:
 class Phase(NamedTuple):
     ticks: range
     forward: bool
-    leave: bool
+    loss: bool
     backward: bool
 
 
@@ -62,7 +64,7 @@ class OneForwardOneBackwardTick:
         weights: LoopWeights,
         inputs: Inputs,
         phase: Phase,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         now: PhasePlan,
     ) -> LoopState:
@@ -70,8 +72,8 @@ class OneForwardOneBackwardTick:
         d_output = None
         if phase.forward:
             state = self._forward(weights, inputs, now, state)
-        if phase.leave:
-            state, d_output = self._leave(weights, inputs, now, state)
+        if phase.loss:
+            state, d_output = self._add_loss(weights, inputs, now, state)
         if phase.backward:
             state = self._backward(weights, inputs, now, residual_tree, state, d_output)
         return state
@@ -102,7 +104,7 @@ class OneForwardOneBackwardTick:
             layers=put(state.layers, at, written),
         )
 
-    def _leave(
+    def _add_loss(
         self, weights: LoopWeights, inputs: Inputs, now: PhasePlan, state: LoopState
     ) -> tuple[LoopState, PyTree]:
         """On all devices, adds the loss of the microbatch that leaves; gives its cotangent."""
@@ -114,38 +116,32 @@ class OneForwardOneBackwardTick:
             end, row = weights, with_needed(needed)
             return self.functions.leave(end.captured, end.weights, output, row)
 
-        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
+        def add_loss(loss: Array, so_far: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
             output = exchange.from_stage(outputs, self.schedule.stages - 1)
-            if gradients is None:
+            if so_far is None:
                 return loss + loss_of(weights.leave, output, needed), None, None
-            loss_of_one, back = jax.vjp(loss_of, weights.leave, output, needed)
-            d_weights, d_output, d_row = back(jnp.ones_like(loss_of_one))
-            d_leave, d_rows = gradients
-            gradients = (
-                add(d_leave, none_for_integers(d_weights)),
-                _add_row(d_rows, d_row, now.leaving),
-            )
-            return loss + loss_of_one, gradients, d_output
+            new_loss, back = jax.vjp(loss_of, weights.leave, output, needed)
+            d_weights, d_output, d_row = back(jnp.ones_like(new_loss))
+            d_exit, d_rows = so_far
+            so_far = add(d_exit, none_for_integers(d_weights)), _add_row(d_rows, d_row, now.leaving)
+            return loss + new_loss, so_far, d_output
 
-        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, Any, PyTree]:
-            nothing = (
-                None
-                if gradients is None
-                else jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
-            )
-            return loss, gradients, nothing
+        def stay(loss: Array, so_far: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+            if so_far is None:
+                return loss, None, None
+            return loss, so_far, jax.tree.map(jnp.zeros_like, exchange.from_stage(outputs, 0))
 
         totals = state.gradients  # None where no gradient is asked for
         so_far = None if totals is None else (totals.leave, state.of_inputs.leave)
         loss, so_far, d_output = self._if_due(
-            now.leaves, leave, stay, state.loss, so_far, state.outputs
+            now.leaves, add_loss, stay, state.loss, so_far, state.outputs
         )
         if totals is None:
             return state._replace(loss=loss), d_output
-        d_leave, d_rows = so_far
+        d_exit, d_rows = so_far
         return state._replace(
             loss=loss,
-            gradients=totals._replace(leave=d_leave),
+            gradients=totals._replace(leave=d_exit),
             of_inputs=state.of_inputs._replace(leave=d_rows),
         ), d_output
 
@@ -154,7 +150,7 @@ class OneForwardOneBackwardTick:
         weights: LoopWeights,
         inputs: Inputs,
         now: PhasePlan,
-        residual_tree: Any,
+        residual_tree: PyTreeDef,
         state: LoopState,
         d_output: PyTree,
     ) -> LoopState:
@@ -173,15 +169,15 @@ class OneForwardOneBackwardTick:
             residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
         )
         reads = reads_of(weights, inputs, now.backward, now.backward_repeat)
-        own, layers = self.visit, state.layers.of_visit()
-        d_reads, d_x = own.back(stored, reads, d_y, d_metrics, state=layers)
-        d_stages = own.fsdp_gather.of_visit(own.only(d_reads.weights), reads.weights)
+        visit, layers = self.visit, state.layers.of_visit()
+        d_reads, d_x = visit.back(stored, reads, d_y, d_metrics, state=layers)
+        d_stages = visit.fsdp_gather.of_visit(visit.only(d_reads.weights), reads.weights)
         totals, of_inputs = state.gradients, state.of_inputs
         so_far = totals.enter, of_inputs.enter
-        d_enter, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
+        d_entry, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
         gradients = totals._replace(
-            stages=own.add(totals.stages, d_stages, now.backward_repeat),
-            enter=d_enter,
+            stages=visit.add(totals.stages, d_stages, now.backward_repeat),
+            enter=d_entry,
             captured=add(totals.captured, d_reads.captured),
         )
         d_side = _add_rows(of_inputs.side, d_reads.side, exchange.over_stage(now.backward))
@@ -203,18 +199,18 @@ class OneForwardOneBackwardTick:
         return exchange.where(turns, exchange.to_stages(d_output, stages), arrived)
 
     def _return(
-        self, end: Any, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
+        self, end: WithCaptured, inputs: Inputs, now: PhasePlan, gradients: PyTree, d_x: PyTree
     ) -> PyTree:
         """Adds `enter`'s gradients for the microbatch whose last backward visit this was."""
         row = row_of(inputs.enter, now.returning)
         needed, with_needed = _needed(row, gradients[1])
 
-        def enter(end: WithCaptured, needed: list[Array]) -> PyTree:
+        def entry(end: WithCaptured, needed: list[Array]) -> PyTree:
             return self.functions.enter(end.captured, end.weights, with_needed(needed))
 
         def back(gradients: PyTree, d_x: PyTree) -> PyTree:
-            _, enter_back = jax.vjp(enter, end, needed)
-            d_weights, d_row = enter_back(exchange.from_stage(d_x, 0))
+            _, entry_back = jax.vjp(entry, end, needed)
+            d_weights, d_row = entry_back(exchange.from_stage(d_x, 0))
             so_far, d_rows = gradients
             d_weights = add(so_far, none_for_integers(d_weights))
             return d_weights, _add_row(d_rows, d_row, now.returning)
@@ -222,8 +218,8 @@ class OneForwardOneBackwardTick:
         return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, d_x)
 
     def _if_due(
-        self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
-    ) -> Any:
+        self, due: Array, function: Function, otherwise: Function, *state: PyTree
+    ) -> PyTree:
         """Calls `function` in the ticks in which it is due, else `otherwise`."""
         # With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
         # and it adds nothing; so it needs no condition.
@@ -259,7 +255,7 @@ class OneForwardOneBackwardTick:
         schedule = self.schedule
         return schedule.microbatches * schedule.repeats * schedule.stages
 
-    def _of_metric(self, is_backward: Array, weight: Any, metric: Metric) -> Metric:
+    def _of_metric(self, is_backward: Array, weight: float | Array, metric: Metric) -> Metric:
         zeros = jnp.zeros_like(metric.value)
         if not counts(weight):
             return type(metric)(zeros)
@@ -280,13 +276,13 @@ def _needed(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Ar
 
     def with_needed(needed: list[Array]) -> PyTree:
         new = iter(needed)
-        mixed = [next(new) if one else leaf for leaf, one in zip(leaves, wanted, strict=True)]
+        mixed = [next(new) if yes else leaf for leaf, yes in zip(leaves, wanted, strict=True)]
         return jax.tree.unflatten(tree, mixed)
 
-    return [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], with_needed
+    return [leaf for leaf, yes in zip(leaves, wanted, strict=True) if yes], with_needed
 
 
-def _each(totals: PyTree, tree: PyTree) -> list[Any]:
+def _each(totals: PyTree, tree: PyTreeDef) -> list[PyTree]:
     return [None] * tree.num_leaves if totals is None else tree.flatten_up_to(totals)
 
 
@@ -302,11 +298,11 @@ def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
     pairs = zip(_each(totals, tree), gradients, strict=True)
     needed = iter([gradient for total, gradient in pairs if total is not None])
 
-    def one(total: Array) -> Array:
-        found: Array = at_slot(total, microbatch, select_slot(total, microbatch) + next(needed))
-        return found
+    def added(total: Array) -> Array:
+        sums: Array = at_slot(total, microbatch, select_slot(total, microbatch) + next(needed))
+        return sums
 
-    return jax.tree.map(one, totals)
+    return jax.tree.map(added, totals)
 
 
 def row_of(tree: PyTree, microbatch: Array) -> PyTree:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
+from nnx_pipeline.pipeline.contract import Entry, Exit, Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.metrics import counts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
@@ -23,7 +23,7 @@ from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForward
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage import _checks as checks
-from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
@@ -42,7 +42,7 @@ def run_one_f_one_b(
     *,
     schedule: OneForwardOneBackward,
     options: LoopOptions = LoopOptions(),
-) -> Any:
+) -> PyTree:
     """The loss of a pipelined model; its gradients are computed in the same loop.
 
     It computes the following, with the stages spread over the mesh axis `stage`:
@@ -85,7 +85,7 @@ def run_one_f_one_b(
     check_bundles(functions, weights, inputs, options)
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
-    enter, apply_stage, leave = _one_for_all_stages(functions)
+    enter, apply_stage, leave = _functions_of(functions)
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
@@ -97,7 +97,7 @@ def run_one_f_one_b(
     lift = checked_lift(functions.lift)
     metric_weights = metric_weights_of(functions, lift)
 
-    def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
+    def make_loop(*functions: Function) -> OneForwardOneBackwardLoop:
         tick = OneForwardOneBackwardTick(
             HoistedFunctions(*functions), schedule, metric_weights, options.shift_by, how
         )
@@ -107,31 +107,31 @@ def run_one_f_one_b(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
 
-    def call(*looks: Callable[..., Any]) -> None:
+    def call(*looks: Function) -> None:
         make_loop(*looks).visit_once(weights, inputs, layers)
 
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
     stage = checks.checked(apply_stage, has_state=state is not None)
-    ends = checks.checked_enter(enter), lifted(checks.checked_leave(leave), lift)
-    own, captured, traced = hoist((ends[0], stage, ends[1]), call)
+    last = lifted(checks.checked_exit(leave), lift)
+    hoisted, captured, traced = hoist((checks.checked_entry(enter), stage, last), call)
     loop = dataclasses.replace(
-        make_loop(own[0], checkpoint(own[1]), own[2]),
+        make_loop(hoisted[0], checkpoint(hoisted[1]), hoisted[2]),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
     total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
     total = without_lift(total, lift)
-    return total if state is None else (total, layers.given_out(schedule.microbatches))
+    return total if state is None else (total, layers.as_stored(schedule.microbatches))
 
 
-def check_bundles(functions: Any, weights: PyTree, inputs: PyTree, options: Any) -> None:
+def check_bundles(functions: object, weights: object, inputs: object, options: object) -> None:
     of_type("functions", functions, ModelFunctions)
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
     of_type("options", options, LoopOptions)
 
 
-def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, Leave]:
+def _functions_of(functions: ModelFunctions) -> tuple[Entry, ApplyStage, Exit]:
     if not callable(functions.apply_stage):
         raise InputError(
             f"apply_stage is a {type(functions.apply_stage).__name__}, but all stages of the 1F1B "
@@ -150,24 +150,25 @@ def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
     return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
-def _metric_weight(weight: Any) -> Any:
+def _metric_weight(weight: float | Array) -> float | Array:
     """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
     if not is_number or isinstance(weight, bool) or not _is_real(weight):
-        found = type_of(weight) if is_number else repr(weight)
+        text = type_of(weight) if is_number else repr(weight)
         raise InputError(
-            f"metric_weights have {found} among them; give each metric a real number, such as 0.01"
+            f"metric_weights have {text} among them; give each metric a real number, such as 0.01"
         )
     if not isinstance(weight, jax.core.Tracer):
         return weight
-    return grads.no_gradient_to(
+    checked: float | Array = grads.no_gradient_to(
         "the 1F1B schedule was asked for the gradient with respect to metric_weights, which it "
         "does not give; use jax.lax.stop_gradient on them",
         weight,
     )
+    return checked
 
 
-def _is_real(weight: Any) -> bool:
+def _is_real(weight: float | Array) -> bool:
     kind = jnp.result_type(weight)
     return jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
 
@@ -199,7 +200,7 @@ class AnyLoop(Protocol):
     ) -> PyTree:
         """The state after the last tick, with `gradients` and `layers`."""
 
-    def total(self, state: Any) -> Total:
+    def total(self, state: PyTree) -> Total:
         """The loss and its two parts."""
 
 
@@ -214,15 +215,15 @@ def by_loop(
 
 def _run_forward(
     loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
-) -> tuple[tuple[Total, PyTree], Any]:
+) -> tuple[tuple[Total, PyTree], PyTree]:
     if loop.unlifted:
         refuse_unlifted()
     if isinstance(loop, OneForwardOneBackwardLoop):
-        needed = grads.asked_of(inputs)
+        needed = grads.perturbed(inputs)
         loop = dataclasses.replace(
             loop,
             needed=needed if any(jax.tree.leaves(needed)) else None,
-            tick=dataclasses.replace(loop.tick, needed=grads.asked_of(weights)),
+            tick=dataclasses.replace(loop.tick, needed=grads.perturbed(weights)),
         )
         inputs = grads.values_of(inputs)
     else:
@@ -254,12 +255,12 @@ def _run_backward(
             "share of each metric in it, or use the circular schedule"
         )
     d_loss = grads.or_zeros(d_loss)
-    d_weights, d_asked = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
+    d_weights, d_needed = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
     d_inputs = no_gradient(inputs)
-    if d_asked is not None:
+    if d_needed is not None:
         d_inputs = jax.tree.map(
             lambda new, none: none if new is None else new,
-            d_asked,
+            d_needed,
             d_inputs,
             is_leaf=lambda leaf: leaf is None,
         )
@@ -273,7 +274,7 @@ by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 # then gradients in float16 have vanished, unless the loss was multiplied by a lift.
 
 
-def checked_lift(lift: Any) -> Lift:
+def checked_lift(lift: Lift) -> Lift:
     """The lift, of which there is no derivative; raises InputError unless it is above 0."""
     is_number = isinstance(lift, int | float | np.number | np.ndarray | jax.Array)
     if lift is not None and (not is_number or isinstance(lift, bool) or jnp.shape(lift)):
@@ -288,7 +289,7 @@ def checked_lift(lift: Any) -> Lift:
 def lifted(leave: Callable[..., Array], lift: Lift) -> Callable[..., Array]:
     if lift is None:
         return leave
-    return functools.wraps(leave)(lambda *given: leave(*given) * lift)
+    return functools.wraps(leave)(lambda *args: leave(*args) * lift)
 
 
 def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
@@ -300,8 +301,8 @@ def lifted_weights(metric_weights: PyTree, lift: Lift) -> PyTree:
 def without_lift(total: Total, lift: Lift) -> Total:
     if lift is None:
         return total
-    loss, (own, metrics) = total
-    return loss / lift, (own / lift, metrics)
+    loss, (part, metrics) = total
+    return loss / lift, (part / lift, metrics)
 
 
 def computes_in_float16(program: ClosedJaxpr) -> bool:
@@ -310,7 +311,7 @@ def computes_in_float16(program: ClosedJaxpr) -> bool:
     made = [
         variable
         for equation in equations_of(program)
-        if not all(isinstance(given, Literal) for given in equation.invars)  # else a constant
+        if not all(isinstance(operand, Literal) for operand in equation.invars)  # else a constant
         for variable in equation.outvars
     ]
     return any(getattr(each.aval, "dtype", None) == jnp.float16 for each in (*read, *made))

@@ -4,12 +4,11 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
@@ -63,11 +62,11 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
         x, state = moving[0], states.without_gradient(moving[1])
-        given = (x, side, state) if has_state else (x, side)
-        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
-        with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
-            result = apply_stage(params, *given)
-        check_unchanged(before, params, lambda params: apply_stage(params, *given))
+        args = (x, side, state) if has_state else (x, side)
+        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(args)}"
+        with call_explained(apply_stage, (params, *args), {}, f"{rule} arguments"):
+            result = apply_stage(params, *args)
+        check_unchanged(before, params, lambda params: apply_stage(params, *args))
         if has_state:
             *result, written = _unpacked(
                 result,
@@ -83,30 +82,30 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     return apply
 
 
-def _unpacked(result: Any, number: int, who: str, wanted: str) -> Any:
+def _unpacked(result: PyTree, number: int, who: str, wanted: str) -> PyTree:
     if not isinstance(result, (tuple, list)) or len(result) != number:
-        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
-        raise InputError(f"{who} returned {found}; it must return {wanted}")
+        text = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+        raise InputError(f"{who} returned {text}; it must return {wanted}")
     return result
 
 
-def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
+def check_passed_on(result: PyTree, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
     """The activations and metrics that a stage or a layer returned."""
     pair = "a pair, activations and metrics, such as (x, None)"
     returned, metrics = _unpacked(result, 2, who, pair)
     if not states.alike(x, returned):
-        given, found = states.types_of(x), states.types_of(returned)
+        before, after = states.types_of(x), states.types_of(returned)
         raise InputError(
-            f"{who} was given activations {given} and returned {found}; both "
+            f"{who} was given activations {before} and returned {after}; both "
             f"must be the same, as the next {following} gets them"
         )
     return returned, metrics
 
 
-def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    @functools.wraps(enter)
-    def apply(*given: Any) -> PyTree:
-        x = enter(*given)
+def checked_entry(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    @functools.wraps(function)
+    def apply(*args: PyTree) -> PyTree:
+        x = function(*args)
         for leaf in jax.tree.leaves(x) or [None]:
             if not _is_floating(leaf):
                 raise InputError(
@@ -118,17 +117,17 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return apply
 
 
-def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
+def checked_exit(function: Callable[..., Array]) -> Callable[..., Array]:
     """The function with an InputError unless it returns one float32 number."""
 
     # Losses of microbatches add up in float32; one in bfloat16 would have lost digits before.
-    @functools.wraps(leave)
-    def apply(*given: Any) -> Array:
-        loss = leave(*given)
+    @functools.wraps(function)
+    def apply(*args: PyTree) -> Array:
+        loss = function(*args)
         if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
-            found = jax.tree.map(_words, loss) if loss is not None else loss
+            text = jax.tree.map(_words, loss) if loss is not None else loss
             raise InputError(
-                f"`leave` returned {found}; it must return the loss of a microbatch and nothing "
+                f"`leave` returned {text}; it must return the loss of a microbatch and nothing "
                 "else, a float32 scalar (cast before taking the mean, as by x.astype('float32')); "
                 "other values can be metrics of a layer"
             )
@@ -138,10 +137,10 @@ def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def check_unchanged(
-    before: dict[str, Any],
+    before: dict[str, Array],
     tree: PyTree,
-    function: Callable[..., Any],
-    but: Callable[[Any], bool] | None = None,
+    function: Callable[[PyTree], object],
+    but: Callable[[object], bool] | None = None,
 ) -> None:
     """Refuses a function that replaced, added or removed an array of a tree, `but` state."""
     # Flax's `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives
@@ -159,14 +158,14 @@ def check_unchanged(
 
 
 def _is_passed_on(
-    function: Callable[[PyTree], Any], tree: PyTree, but: Callable[[Any], bool] | None
+    function: Callable[[PyTree], object], tree: PyTree, but: Callable[[object], bool] | None
 ) -> bool:
     """Whether the arrays that a tree has after a call are those that it had before."""
     fixed = arrays_of(tree, but).keys()
     named = jax.tree_util.tree_leaves_with_path(tree)
     structure = jax.tree.structure(tree)
 
-    def again(leaves: list[Any]) -> list[Any]:
+    def again(leaves: list[Array]) -> list[Array]:
         copy = jax.tree.unflatten(structure, leaves)
         function(copy)
         return [*arrays_of(copy, but).values()]
@@ -180,16 +179,16 @@ def _is_passed_on(
     return [_origin(jaxpr, var) for var in jaxpr.outvars] == went_in
 
 
-def _origin(jaxpr: Any, var: Any) -> Any:
+def _origin(jaxpr: Jaxpr, var: object) -> Var | None:
     """The input of a jaxpr that a variable is, perhaps through calls; None for any other value."""
     if not isinstance(var, Var):
         return None
     if var in jaxpr.invars:
         return var
-    (made,) = [equation for equation in jaxpr.eqns if var in equation.outvars] or [None]
-    inner = getattr(made, "params", {}).get("jaxpr")
-    if inner is None or made.primitive.name not in ("jit", "pjit", "checkpoint", "remat2"):
+    made = next((equation for equation in jaxpr.eqns if var in equation.outvars), None)
+    if made is None or made.primitive.name not in ("jit", "pjit", "checkpoint", "remat2"):
         return None
+    inner = made.params["jaxpr"]
     inner = getattr(inner, "jaxpr", inner)
     origin = _origin(inner, inner.outvars[made.outvars.index(var)])
     return None if origin is None else _origin(jaxpr, made.invars[inner.invars.index(origin)])
@@ -198,7 +197,7 @@ def _origin(jaxpr: Any, var: Any) -> Any:
 _IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not trained"
 
 
-def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
+def check_no_sharing(layer: nnx.Module, another: nnx.Module) -> None:
     others = {id(leaf) for _, leaf in _variables(another)}
     for path, leaf in _variables(layer):
         if id(leaf) in others:
@@ -212,16 +211,16 @@ def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
 def check_same(layer: nnx.Module, another: nnx.Module) -> None:
     """Raises InputError if a function made two layers that differ in more than their values."""
     # It is called once for all layers of a kind, so that all would be like the first one.
-    one, other = (
+    left, right = (
         {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(each)}
         | plain_attributes(each)
         for each in (layer, another)
     )
-    for name in {**one, **other}:
-        if one.get(name) != other.get(name):
+    for name in {**left, **right}:
+        if left.get(name) != right.get(name):
             raise InputError(
-                f"the function that makes a layer gave one with {name}={one.get(name, 'nothing')} "
-                f"and then one with {other.get(name, 'nothing')}, but all layers are made by one "
+                f"the function that makes a layer gave one with {name}={left.get(name, 'nothing')} "
+                f"and then one with {right.get(name, 'nothing')}, but all layers are made by one "
                 "call; give a list with a function for each kind of layer, or let the layer's call "
                 "take `place`"
             )
@@ -279,21 +278,21 @@ def check_layer_variables(layer: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def call_explained(
-    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
+    function: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree], rule: str
 ) -> Iterator[None]:
     """Raises InputError if a call failed because the function does not take its arguments."""
     try:
         yield
     except TypeError as error:
         while isinstance(function, functools.partial):
-            given, named = (*function.args, *given), {**function.keywords, **named}
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
             function = function.func
         if not callable(function):
-            found = type(function).__name__
-            raise InputError(f"{rule}, and is of type {found}; give a function") from error
+            text = type(function).__name__
+            raise InputError(f"{rule}, and is of type {text}; give a function") from error
         signature = _signature(function)
         try:
-            signature.bind(*given, **named)
+            signature.bind(*args, **kwargs)
         except TypeError as why:
             raise InputError(
                 f"{rule}, and its arguments are {signature}: {why}; make them agree"
@@ -301,22 +300,22 @@ def call_explained(
         raise
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Callable[..., object]) -> inspect.Signature:
     if not isinstance(function, type):
         return inspect.signature(function)
     # That of a class of Flax is of its metaclass, which takes anything.
-    found = inspect.signature(function.__init__)  # type: ignore[misc]
-    return found.replace(parameters=[*found.parameters.values()][1:])
+    signature = inspect.signature(function.__init__)  # type: ignore[misc]
+    return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
 def _variables(layer: nnx.Module) -> list[tuple[PyTree, PyTree]]:
     return jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_variable)
 
 
-def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def arrays_of(tree: PyTree, but: Callable[[object], bool] | None = None) -> dict[str, Array]:
     """The leaves of a tree by their paths, without those in a node that `but` is true of."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
-    nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
+    nodes = [(path, leaf) for path, leaf in leaves if but is None or not but(leaf)]
     return {
         jax.tree_util.keystr(at + path): leaf
         for at, node in nodes
@@ -328,5 +327,5 @@ def _is_floating(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _words(leaf: Any) -> str:
+def _words(leaf: PyTree) -> str:
     return states.type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,12 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.stage.layers import LayersInTurn, NumberedLayer, Side, call_layer
+from nnx_pipeline.pipeline.stage.layers import LayerSequence, NumberedLayer, Side, call_layer
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state
 from nnx_pipeline.sharding.layout import (
     Layout,
     P,
+    Variable,
     is_variable,
     mesh_sizes,
     out_sharding,
@@ -40,18 +40,19 @@ class EarlyLayers:
     copied: Layout  # of the pipeline's activations, with its axis of copies if any
     remat: Remat
 
-    def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
+    def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
         """One module with all layers, in which each variable is `[layers, …]`."""
         keys = jax.random.split(portable_key(rngs.params()), self.number)
         made = jax.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
 
-        def stacked(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        def stacked(variable: Variable) -> Variable:
             axes = (None, *variable.get_metadata("logical_axes"))
-            found = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
-            found.set_metadata("logical_axes", axes)
-            return found
+            placed = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
+            placed.set_metadata("logical_axes", axes)
+            return placed
 
-        return jax.tree.map(stacked, made, is_leaf=is_variable)
+        module: nnx.Module = jax.tree.map(stacked, made, is_leaf=is_variable)
+        return module
 
     def __call__(self, layers: PyTree, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
         """All layers applied to a batch or a microbatch; first axes are as of `Batches.axes`."""
@@ -69,7 +70,7 @@ class EarlyLayers:
             return _reshaped(leaf, shape, self._spec(self.layout, plain, len(shape)))
 
         run = self._on_stages if plain[0] == "microbatch" else self._on_batch
-        before: list[Any] = [cache.get_value() for cache in caches]
+        before: list[Array] = [cache.get_value() for cache in caches]
         without = join_state(layers, [None for _ in before]) if caches else layers
         x_of_devices, side = jax.tree.map(together, (x, side))
         y, after = run(without, x_of_devices, side, before)
@@ -82,14 +83,14 @@ class EarlyLayers:
     ) -> tuple[Array, list[Array]]:
         """All layers applied to `[batch, …]`, with caches `[layers, batch, …]`."""
         stack = Stack(1, 1, self.number, self.number)
-        in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
+        sequence = LayerSequence(self.number, 1, self.remat, in_ticks=False)
 
-        def one(x: Array, numbered: Any) -> tuple[Array, list[Array]]:
+        def call(x: Array, numbered: NumberedLayer) -> tuple[Array, list[Array]]:
             y, result = call_layer(x, numbered, side, stack=stack)
             return y, result.state
 
         numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
-        y, (written,) = in_turn(one, (NumberedLayer(layers, numbers, caches),), x)
+        y, (written,) = sequence(call, (NumberedLayer(layers, numbers, caches),), x)
         return y, written
 
     def _on_stages(
@@ -104,10 +105,10 @@ class EarlyLayers:
             with_caches = jax.vmap(apply, in_axes=(0, 0, 1), out_axes=(0, 1), spmd_axis_name=name)
             return with_caches(x, side, caches)
 
-        def one_of_each(x: Array, side: Side) -> Array:
+        def each_stage(x: Array, side: Side) -> Array:
             return self._on_batch(layers, x, side, [])[0]
 
-        mapped = jax.vmap(one_of_each, spmd_axis_name=name)
+        mapped = jax.vmap(each_stage, spmd_axis_name=name)
 
         def of_stages(leaf: Array) -> Array:
             """`[microbatches, …]` as `[microbatches of a stage, stages, …]`."""
@@ -116,8 +117,8 @@ class EarlyLayers:
             cut = _reshaped(leaf, shape, self._spec(self.layout, axes, len(shape)))
             return jnp.swapaxes(cut, 0, 1)
 
-        given = jax.tree.map(of_stages, (x, side))
-        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, given)
+        rows = jax.tree.map(of_stages, (x, side))
+        _, y = jax.lax.scan(lambda _, row: (None, mapped(*row)), None, rows)
         y = jnp.swapaxes(y, 0, 1)
         spec = self._spec(self.layout, ("microbatch", "batch"), x.ndim)
         return _reshaped(y, x.shape, spec), []
@@ -127,7 +128,7 @@ class EarlyLayers:
         return layout.spec(*axes, *[None] * (number - len(axes)))
 
 
-def _caches(layers: PyTree) -> list[nnx.Variable[Any]]:
+def _caches(layers: PyTree) -> list[Variable]:
     leaves = jax.tree.leaves(layers, is_leaf=is_state)
     return [leaf for leaf in leaves if is_state(leaf)]
 

@@ -23,8 +23,8 @@ def errors_explained() -> Iterator[None]:
         if isinstance(error, TypeError) and "custom_vjp" in str(error):
             raise InputError(_FORWARD_MODE) from error
         # JAX does not export the class; other errors name the type of an array that is sharded.
-        names_one = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
-        if type(error).__name__ != "ShardingTypeError" and not names_one:
+        sharding = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
+        if type(error).__name__ != "ShardingTypeError" and not sharding:
             raise
         said = " ".join(str(error).partition("\n---")[0].split())  # without JAX's note on frames
         raise InputError(
@@ -37,8 +37,8 @@ def errors_explained() -> Iterator[None]:
 def _line_of(error: Exception) -> str:
     """The innermost line of the user's own that was running; `the model` where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "the model"
+    user = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    return f"{user[-1].filename}:{user[-1].lineno} ({user[-1].name})" if user else "the model"
 
 
 _INSTALLED = (

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +23,15 @@ class BatchSplit:
     devices: int
     whole: frozenset[str]
 
-    def __call__(self, layer: Callable[..., Any], x: PyTree, **side: PyTree) -> Any:
+    def __call__(self, layer: Callable[..., PyTree], x: PyTree, **side: PyTree) -> PyTree:
         """What `layer(x, **side)` returns, computed part by part."""
         xs = self._cut(x)
-        sides: list[dict[str, Any]] = [{} for _ in xs]
+        sides: list[dict[str, PyTree]] = [{} for _ in xs]
         for name, value in side.items():
             values = [value] * self.parts if name in self.whole else self._cut(value)
-            for at, own in enumerate(values):
-                sides[at][name] = own
-        results = [layer(own, **besides) for own, besides in zip(xs, sides, strict=True)]
+            for at, part in enumerate(values):
+                sides[at][name] = part
+        results = [layer(part, **besides) for part, besides in zip(xs, sides, strict=True)]
         if not all(isinstance(result, tuple) and len(result) == 2 for result in results):
             return results[0]  # the caller says what is wrong with it
         outputs, metrics = zip(*results, strict=True)
@@ -46,27 +45,27 @@ class BatchSplit:
         ]
 
     def _parts_of(self, leaf: Array) -> list[Array]:
-        own = leaf.shape[0] // self.devices
+        local = leaf.shape[0] // self.devices
         rule = (
-            f"a device has {counted(own, 'sequence')} of a call of a layer, which "
+            f"a device has {counted(local, 'sequence')} of a call of a layer, which "
             f"pipeline.batch_split={self.parts} does not divide"
         )
-        is_divisor(self.parts, own, rule=rule)
-        small, same = own // self.parts, leaf.ndim - 1
+        is_divisor(self.parts, local, rule=rule)
+        small, same = local // self.parts, leaf.ndim - 1
         cut = _reshaped(leaf, (self.devices, self.parts, small), same)
         return [_reshaped(cut[:, at], (self.devices * small,), same) for at in range(self.parts)]
 
     def _joined(self, trees: Sequence[PyTree]) -> PyTree:
-        def one(*parts: Array) -> Array:
+        def joined(*parts: Array) -> Array:
             small, same = parts[0].shape[0] // self.devices, parts[0].ndim - 1
-            apart = [_reshaped(part, (self.devices, small), same) for part in parts]
-            every = jnp.concatenate(apart, axis=1)
+            by_device = [_reshaped(part, (self.devices, small), same) for part in parts]
+            every = jnp.concatenate(by_device, axis=1)
             return _reshaped(every, (every.shape[0] * every.shape[1],), same)
 
-        return jax.tree.map(one, *trees)
+        return jax.tree.map(joined, *trees)
 
     def _metrics(self, trees: Sequence[PyTree]) -> PyTree:
-        def one(*parts: Any) -> Any:
+        def combined(*parts: PyTree) -> PyTree:
             if isinstance(parts[0], MicrobatchMean):
                 rows = self._joined([part.rows for part in parts])
                 return MicrobatchMean(rows, parts[0].function)
@@ -77,7 +76,7 @@ class BatchSplit:
             is_mean = not isinstance(parts[0], Max | Sum)
             return type(parts[0])(value / self.parts if is_mean else value)
 
-        return jax.tree.map(one, *trees, is_leaf=is_metric)
+        return jax.tree.map(combined, *trees, is_leaf=is_metric)
 
 
 def _reshaped(x: Array, leading: tuple[int, ...], same: int) -> Array:

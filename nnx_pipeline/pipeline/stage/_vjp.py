@@ -1,14 +1,13 @@
 """The forward and the backward pass of a visit as two functions, with residuals as arrays."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import is_explicit, place
 
 
@@ -29,7 +28,7 @@ class _Types:
     tree: PyTree
 
 
-def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
+def forward_keeping(function: Function, again: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
     """The result of `function(again, x)`, and the residuals of its derivative as arrays."""
     # Its own `jax.checkpoint` decides what they are. Arrays of `again` are not saved:
     # `backward_from`, which may run in another loop, is given them again.
@@ -60,19 +59,19 @@ def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple
 
     # Linear in the floating arguments alone, and only the results whose gradient is asked for:
     # integers have tangents of dtype float0, which `linear_transpose` does not accept.
-    def tangents_asked(*d_floats: Array) -> list[Array]:
+    def needed_tangents(*d_floats: Array) -> list[Array | None]:
         tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
         for index, tangent in zip(floats, d_floats, strict=True):
             tangents[index] = tangent  # type: ignore[call-overload]
         d_outs = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
         return [leaf for leaf, d_out in zip(d_outs, needed, strict=True) if d_out is not None]
 
-    back = jax.linear_transpose(tangents_asked, *(primals[index] for index in floats))
-    found: list[Array | None] = [None] * len(primals)
+    back = jax.linear_transpose(needed_tangents, *(primals[index] for index in floats))
+    results: list[Array | None] = [None] * len(primals)
     d_floats = back([d_out for d_out in needed if d_out is not None])
     for index, cotangent in zip(floats, d_floats, strict=True):
-        found[index] = cotangent
-    d_again, d_x = jax.tree.unflatten(tree, found)
+        results[index] = cotangent
+    d_again, d_x = jax.tree.unflatten(tree, results)
     return d_again, d_x
 
 
@@ -87,7 +86,7 @@ def none_for_integers(cotangents: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: None if leaf.dtype == jax.dtypes.float0 else leaf, cotangents)
 
 
-def _with_nones(tree: PyTree) -> list[Any]:
+def _with_nones(tree: PyTree) -> list[Array | None]:
     return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 
@@ -99,10 +98,10 @@ def is_float(leaf: Array) -> bool:
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
     """Accumulators like `tree`, of `dtype` or of the dtypes of `like`; None for integers."""
 
-    def one(leaf: Array, like: Array) -> Array | None:
+    def zeros_of(leaf: Array, like: Array) -> Array | None:
         return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
 
-    return jax.tree.map(one, tree, like)
+    return jax.tree.map(zeros_of, tree, like)
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:

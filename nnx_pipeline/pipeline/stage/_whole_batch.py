@@ -1,8 +1,7 @@
 """Sends a whole batch through all layers, one after the other, on a mesh without stages."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,44 +9,46 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline._stack import Stack
-from nnx_pipeline.pipeline.metrics import given_out
+from nnx_pipeline.pipeline.metrics import guarded_values
 from nnx_pipeline.pipeline.stage import layers as stages
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 
+State = Sequence[Array | PerMicrobatch]
+
 
 def run_whole_batch(
-    kinds: list[Any],
+    kinds: list[PyTree],
     x: PyTree,
     side: stages.Side,
-    stored: list[Any] | None,
+    stored: State | None,
     *,
     stage: stages.StageLayers,
-    copies_of: Callable[[Any], Any],
-) -> tuple[Any, ...]:
+    copies_of: Callable[[PyTree], PyTree],
+) -> tuple[PyTree, ...]:
     """Applies all layers of each kind, `[repeats, 1, layers, …]`, as `Runner.run`."""
     # If ZeRO-1 shards the gradients, the layers run in copies, which `copies_of` makes of one
     # layer, so that the full gradient of only one layer exists at a time.
-    state = None if stored is None else _of_one_microbatch(stored)
+    state = None if stored is None else _single_microbatch(stored)
     stack, copies = stage.stack, stage.layout.axes("copy")
     call = functools.partial(
         stages.call_layer, stack=stack, microbatches=stage.microbatches, split=stage.split
     )
 
     def in_copies(x: PyTree, stacked: stages.NumberedLayer) -> tuple[PyTree, stages.LayerResult]:
-        def one(layer: PyTree, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
+        def copy(layer: PyTree, x: PyTree, side: stages.Side) -> tuple[PyTree, stages.LayerResult]:
             return call(x, stacked._replace(layer=layer), {**side, **stage.shared})
 
-        mapped = jax.vmap(one, spmd_axis_name=copies)
+        mapped = jax.vmap(copy, spmd_axis_name=copies)
         x, result = mapped(copies_of(stacked.layer), x, side)
         return x, result
 
     numbers = [jnp.asarray(stack.numbers(kind)) for kind in range(len(kinds))]
     whole = tuple(map(stages.NumberedLayer, kinds, numbers, state_of_kinds(kinds, state)))
     apply = in_copies if copies else functools.partial(call, side={**side, **stage.shared})
-    x, found = stage.in_turn(apply, in_order(whole, stack), x)
-    metrics, written = stages.of_all_kinds(found, stack, copies=1 if copies else None, calls=1)
-    total = given_out(metrics, x)
+    x, results = stage.sequence(apply, in_order(whole, stack), x)
+    metrics, written = stages.of_all_kinds(results, stack, copies=1 if copies else None, calls=1)
+    total = guarded_values(metrics, x)
     if stored is None or state is None:
         return x, total
     left = [
@@ -57,10 +58,10 @@ def run_whole_batch(
     return x, total, left
 
 
-def _of_one_microbatch(state: list[Any]) -> list[Array]:
+def _single_microbatch(stored: State) -> list[Array]:
     """Refuses caches of several microbatches."""
-    found = []
-    for leaf in state:
+    leaves = []
+    for leaf in stored:
         if isinstance(leaf, PerMicrobatch):
             if leaf.value.shape[2] != 1:
                 raise InputError(
@@ -68,8 +69,8 @@ def _of_one_microbatch(state: list[Any]) -> list[Array]:
                     "through them at once; set pipeline.num_microbatches=1"
                 )
             leaf = jnp.squeeze(leaf.value, 2)
-        found.append(leaf)
-    return found
+        leaves.append(leaf)
+    return leaves
 
 
 def in_order(tree: PyTree, stack: Stack) -> PyTree:

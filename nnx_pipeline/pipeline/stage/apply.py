@@ -6,16 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab._tracing.jaxpr import inner_jaxprs, with_bodies
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import P, is_explicit, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with
 # a state it is the last argument, and the last of three results
-ApplyStage = Callable[..., tuple[Any, ...]]
+ApplyStage = Callable[..., tuple[PyTree, ...]]
 # what a visit works on: the activations, and the state of the layers, which may have no arrays
 Moving = tuple[PyTree, PyTree]
 # the same function as the loops call it
@@ -30,7 +32,7 @@ _WITHIN: dict[str, Any] = {
 }
 
 
-def map_stages(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
+def map_stages(apply_stage: Function) -> Function:
     """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`.
 
     Raises InputError for a convolution on a mesh on which XLA gets its gradient wrong.
@@ -94,8 +96,8 @@ def _each_stage(
     index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
 
     def one_stage(index: Array, *leaves: Array) -> Array:
-        own = [jax.lax.squeeze(x, (axis,)) for x, axis in zip(leaves, stage_axes, strict=True)]
-        return function(index, *own)
+        shards = [jax.lax.squeeze(x, (axis,)) for x, axis in zip(leaves, stage_axes, strict=True)]
+        return function(index, *shards)
 
     def local(index: Array, *columns: list[Array]) -> list[Array]:
         return [one_stage(index, *leaves) for leaves in zip(*columns, strict=True)]
@@ -179,7 +181,7 @@ def _at(tree: PyTree, index: int | tuple[int, int]) -> PyTree:
 SHARED, COPIES = ("data", "fsdp", "expert"), ("tensor", "context")
 
 
-def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
+def without_convolutions(apply_stage: Function) -> Function:
     """The function of a stage, with an InputError where it has a convolution that goes wrong."""
     # A convolution that is mapped over stages becomes one with groups. Where the batch is sharded
     # too and a further mesh axis holds copies, XLA adds the gradient of the kernel up over these
@@ -193,7 +195,7 @@ def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
         return apply_stage
 
     @functools.wraps(apply_stage)
-    def checked(*args: Any) -> Any:
+    def checked(*args: PyTree) -> PyTree:
         if _has_convolution(jax.make_jaxpr(apply_stage)(*args)):
             raise InputError(
                 "a layer has a convolution, and XLA gets the gradient of its kernel wrong on a "
@@ -206,7 +208,7 @@ def without_convolutions(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _has_convolution(program: Any) -> bool:
+def _has_convolution(program: ClosedJaxpr) -> bool:
     inside = (body for equation in with_bodies(program) for body in inner_jaxprs(equation))
     equations = (equation for body in (program.jaxpr, *inside) for equation in body.eqns)
     return any(equation.primitive.name == "conv_general_dilated" for equation in equations)

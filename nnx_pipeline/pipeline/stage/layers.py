@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,15 @@ from nnx_pipeline.sharding.layout import (
     AxisName,
     Layout,
     P,
+    Variable,
     gather_weight,
     is_explicit,
     is_variable,
     with_layout,
 )
 
-Side = dict[str, Any]  # what a layer reads besides x, by the names of its arguments
-ApplyLayer = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
+Side = dict[str, PyTree]  # what a layer reads besides x, by the names of its arguments
+ApplyLayer = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 AXES_OF_BATCH = Layout().batch  # the mesh axes over which the activations of layers are sharded
@@ -41,7 +42,7 @@ UNROLLED = 4
 
 
 @dataclass(frozen=True)
-class LayersInTurn:
+class LayerSequence:
     """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick."""
 
     number: int
@@ -50,7 +51,7 @@ class LayersInTurn:
     in_ticks: bool
 
     @property
-    def apart(self) -> bool:
+    def unrolled(self) -> bool:
         """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
         # A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
         # weights of each out of the stack, and put its gradient into a stack of the visit, which is
@@ -64,32 +65,32 @@ class LayersInTurn:
         return self.in_ticks and self.number > 1 and few
 
     def __call__(
-        self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
+        self, apply: ApplyLayer, layers: Sequence[PyTree], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        """Applies all layers, if they are `apart`, or the stack of each kind; metrics by kind."""
+        """Applies all layers, if `unrolled`, or the stack of each kind; metrics by kind."""
 
-        def one_of_each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-            found = []
+        def each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+            results = []
             for layer in layers:
-                x, metrics = one(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
-                found.append(_named(metrics, LAYER_METRICS))
-            return x, tuple(found)
+                x, metrics = call(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
+                results.append(_named(metrics, LAYER_METRICS))
+            return x, tuple(results)
 
         # A checkpoint decides over the names within it: a tick's checkpoint over the inputs of all
         # its layers, else a layer's over its own.
-        one = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
+        call = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
-            return x, jax.tree.map(lambda leaf: leaf[None], found)
+            x, results = each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            return x, jax.tree.map(lambda leaf: leaf[None], results)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
-        in_scan = not self.apart and self.number > 1
-        one = self.remat.checkpoint(one, in_scan=in_scan)
-        if not self.apart:
-            return jax.lax.scan(one_of_each_kind, x, layers)
+        in_scan = not self.unrolled and self.number > 1
+        call = self.remat.checkpoint(call, in_scan=in_scan)
+        if not self.unrolled:
+            return jax.lax.scan(each_kind, x, layers)
         each = []
         for layer in layers:
-            x, layer = gradients_in_turn(x, layer)
-            x, metrics = one(_named(x, LAYER_INPUT), layer)
+            x, layer = await_gradient(x, layer)
+            x, metrics = call(_named(x, LAYER_INPUT), layer)
             each.append(_named(metrics, LAYER_METRICS))
         of_kinds = [each[kind :: self.kinds] for kind in range(self.kinds)]
         return x, tuple(map(_stacked, of_kinds))
@@ -108,7 +109,7 @@ def _stacked(trees: Sequence[PyTree]) -> PyTree:
 
 
 @jax.custom_jvp
-def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
+def await_gradient(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     """Returns its arguments, and makes the backward pass wait for the gradient of `layer`."""
     # A compiler may otherwise put off the gradients of all layers, and hold everything that they
     # are made of: with 4 layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1)
@@ -116,7 +117,7 @@ def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     return x, layer
 
 
-def _in_turn_tangents(
+def _await_gradient_jvp(
     primals: tuple[PyTree, PyTree], tangents: tuple[PyTree, PyTree]
 ) -> tuple[PyTree, PyTree]:
     """A barrier over the tangents, whose transpose is one over the cotangents."""
@@ -132,7 +133,7 @@ def _is_zero_tangent(leaf: object) -> bool:
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
-gradients_in_turn.defjvp(_in_turn_tangents, symbolic_zeros=True)
+await_gradient.defjvp(_await_gradient_jvp, symbolic_zeros=True)
 
 
 class LayerPlace(NamedTuple):
@@ -167,14 +168,14 @@ def gathered_for_use(layer: PyTree) -> PyTree:
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
-    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    def gathered(variable: Variable) -> Variable:
         if not variable.get_metadata().get("gather_at_use"):
             return variable
         spec = jax.typeof(variable.get_value()).sharding.spec
         used = P(*(_without(entry, AXES_OF_BATCH) for entry in spec))
         return variable.replace(gather_weight(variable.get_value(), spec, used))
 
-    return jax.tree.map(one, layer, is_leaf=is_variable)
+    return jax.tree.map(gathered, layer, is_leaf=is_variable)
 
 
 def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
@@ -222,11 +223,11 @@ def call_layer(
     # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     layer, number, state = numbered
     keys = side.get("keys")
-    own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
+    extra: Side = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
-        own["place"] = LayerPlace.of(number, stack)
+        extra["place"] = LayerPlace.of(number, stack)
     layer = gathered_for_use(join_state(layer, without_gradient(state)))
-    everything = {**side, **own}
+    everything = {**side, **extra}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
@@ -250,7 +251,7 @@ class StageLayers:
     """The function of a stage: applies its layers to a microbatch, once per copy of the weights."""
 
     stack: Stack
-    in_turn: LayersInTurn
+    sequence: LayerSequence
     layout: Layout
     split: BatchSplit | None
     shared: Side
@@ -258,11 +259,11 @@ class StageLayers:
 
     def __call__(
         self, stack: PyTree, x: PyTree, side: Side, state: list[Array] | None = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[PyTree, ...]:
         """As for `run_pipeline`; each state is `[layers per stage, …]`."""
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
-        if self.in_turn.apart:
+        if self.sequence.unrolled:
             of_layers = [divmod(at, kinds) for at in range(len(stack))]
             states = [[leaf[at] for leaf in states[kind]] for at, kind in of_layers]
         layers = tuple(
@@ -273,20 +274,22 @@ class StageLayers:
         copies = self.layout.axes("copy")
         if not copies:
             apply = functools.partial(call, side={**side, **self.shared})
-            x, found = self.in_turn(apply, layers, x)
-            metrics, written = of_all_kinds(found, self.stack)
+            x, results = self.sequence(apply, layers, x)
+            metrics, written = of_all_kinds(results, self.stack)
             return (x, metrics, *([] if state is None else [written]))
 
-        def one_copy(layers: PyTree, x: PyTree, side: Side) -> tuple[PyTree, Any]:
-            return self.in_turn(functools.partial(call, side={**side, **self.shared}), layers, x)
+        def one_copy(
+            layers: PyTree, x: PyTree, side: Side
+        ) -> tuple[PyTree, tuple[LayerResult, ...]]:
+            return self.sequence(functools.partial(call, side={**side, **self.shared}), layers, x)
 
-        x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
-        metrics, _ = of_all_kinds(found, self.stack, copies=0)
+        x, results = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
+        metrics, _ = of_all_kinds(results, self.stack, copies=0)
         return x, metrics
 
 
 def of_all_kinds(
-    found: Sequence[LayerResult],
+    results: Sequence[LayerResult],
     stack: Stack,
     *,
     copies: int | None = None,
@@ -295,9 +298,9 @@ def of_all_kinds(
     """Metrics and state of all layers of a stage, in `calls` calls or the visits of a loop."""
     calls = calls or stack.visits
     metrics = over_kinds(
-        [result.metrics for result in found],
-        [result.real for result in found],
+        [result.metrics for result in results],
+        [result.real for result in results],
         counts=[stack.count(kind) / calls for kind in range(stack.kinds)],
         copies=copies,
     )
-    return metrics, [leaf for result in found for leaf in result.state]
+    return metrics, [leaf for result in results for leaf in result.state]

@@ -6,10 +6,11 @@ was there of this microbatch. State has no gradient.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
@@ -49,11 +50,11 @@ class PerMicrobatch:
     value: PyTree
 
 
-def _is_own(leaf: object) -> bool:
+def _wrapped(leaf: object) -> bool:
     return isinstance(leaf, PerMicrobatch)
 
 
-_map = functools.partial(jax.tree.map, is_leaf=_is_own)
+_map = functools.partial(jax.tree.map, is_leaf=_wrapped)
 
 
 class At(NamedTuple):
@@ -72,15 +73,17 @@ class LayerStates(NamedTuple):
 
     def of_visit(self) -> PyTree:
         """A tree like the state of one visit, with other arrays."""
-        return _map(lambda leaf: leaf.value if _is_own(leaf) else leaf, self.now)
+        return _map(lambda leaf: leaf.value if _wrapped(leaf) else leaf, self.now)
 
-    def given_out(self, microbatches: int) -> PyTree:
+    def as_stored(self, microbatches: int) -> PyTree:
         """The state after the loop, as `hold_state` was given it."""
 
         def by_repeat(x: Array) -> Array:
             return jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2)
 
-        return _map(lambda leaf: jax.tree.map(by_repeat, leaf) if _is_own(leaf) else leaf, self.now)
+        return _map(
+            lambda leaf: jax.tree.map(by_repeat, leaf) if _wrapped(leaf) else leaf, self.now
+        )
 
 
 def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
@@ -94,8 +97,8 @@ def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
             )
         return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
 
-    now = _map(lambda leaf: jax.tree.map(as_rows, leaf) if _is_own(leaf) else leaf, state)
-    return LayerStates(now, _map(lambda leaf: None if _is_own(leaf) else leaf, state))
+    now = _map(lambda leaf: jax.tree.map(as_rows, leaf) if _wrapped(leaf) else leaf, state)
+    return LayerStates(now, _map(lambda leaf: None if _wrapped(leaf) else leaf, state))
 
 
 def take(state: LayerStates, at: At) -> PyTree:
@@ -105,12 +108,12 @@ def take(state: LayerStates, at: At) -> PyTree:
     # that the stage works on in the bubble, and a derivative need not be defined where both are
     # equal. Of what is `PerMicrobatch` it reads any row, because a first state would be a second
     # copy of it.
-    def one(now: Any, first: Any) -> Any:
+    def taken(now: PyTree, first: PyTree) -> PyTree:
         if isinstance(now, PerMicrobatch):
             return select_repeat(now.value, at.row)
         return where(at.active, select_repeat(now, at.repeat), select_repeat(first, at.repeat))
 
-    return _map(one, state.now, state.first)
+    return _map(taken, state.now, state.first)
 
 
 def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
@@ -124,12 +127,12 @@ def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
             return jax.tree.map(lambda leaf: leaf[None], new)
         return at_repeat(before, row, new)
 
-    def one(now: Any, new: Any) -> Any:
+    def stored(now: PyTree, new: PyTree) -> PyTree:
         if isinstance(now, PerMicrobatch):
             return PerMicrobatch(written(now.value, at.row, new))
         return written(now, at.repeat, new)
 
-    return state._replace(now=_map(one, state.now, new))
+    return state._replace(now=_map(stored, state.now, new))
 
 
 def without_gradient(tree: PyTree) -> PyTree:
@@ -147,18 +150,16 @@ def check_written(before: PyTree, after: PyTree) -> None:
         )
 
 
-def alike(one: PyTree, other: PyTree) -> bool:
+def alike(x: PyTree, y: PyTree) -> bool:
     """Whether two pytrees have the same structure, shapes and dtypes."""
-    trees: list[Any] = [jax.tree.structure(tree) for tree in (one, other)]
-    return trees[0] == trees[1] and jax.tree.leaves(types_of(one)) == jax.tree.leaves(
-        types_of(other)
-    )
+    trees: list[object] = [jax.tree.structure(tree) for tree in (x, y)]
+    return trees[0] == trees[1] and jax.tree.leaves(types_of(x)) == jax.tree.leaves(types_of(y))
 
 
 def types_of(tree: PyTree) -> PyTree:
     return jax.tree.map(type_of, tree)
 
 
-def type_of(leaf: Any) -> str:
+def type_of(leaf: ArrayLike) -> str:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

@@ -6,7 +6,6 @@ parameter without a gradient.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab.errors import InputError, one_of
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
 from nnx_pipeline.sharding._gradients import no_gradient_to
-from nnx_pipeline.sharding.layout import is_explicit, is_variable, place
+from nnx_pipeline.sharding.layout import Variable, is_explicit, is_variable, place
 
 
 class LayerState(nnx.Variable[Array]):
@@ -41,7 +40,7 @@ def is_per_microbatch(leaf: object) -> bool:
     return isinstance(leaf, nnx.Cache)
 
 
-def is_averaged(variable: nnx.Variable[Any]) -> bool:
+def is_averaged(variable: Variable) -> bool:
     """Whether all microbatches read what was before the first, and the mean of theirs is left."""
     said = variable.get_metadata().get(OVER_MICROBATCHES, "last")
     one_of(OVER_MICROBATCHES, said, ("last", "mean"))
@@ -65,21 +64,21 @@ def split_state(layers: PyTree, microbatches: int) -> PyTree:
     if _only_params(layers):
         return layers
 
-    def one(variable: Any) -> Any:
+    def stripped(variable: PyTree) -> PyTree:
         if not is_variable(variable) or isinstance(variable, nnx.Param):
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
-    def value(variable: nnx.Variable[Any]) -> Any:
-        own = variable.get_value()
+    def value(variable: Variable) -> Array | PerMicrobatch:
+        stored = variable.get_value()
         if is_per_microbatch(variable):
-            return PerMicrobatch(jnp.moveaxis(own, 3, 2))
+            return PerMicrobatch(jnp.moveaxis(stored, 3, 2))
         if is_averaged(variable):
-            return PerMicrobatch(jnp.repeat(own[:, :, None], microbatches, axis=2))
-        return own
+            return PerMicrobatch(jnp.repeat(stored[:, :, None], microbatches, axis=2))
+        return stored
 
     state = list(map(value, _states(layers)))
-    without = jax.tree.map(one, layers, is_leaf=is_variable)
+    without = jax.tree.map(stripped, layers, is_leaf=is_variable)
     return WithState(without, state) if state else without
 
 
@@ -89,15 +88,15 @@ def join_state(layers: PyTree, state: Sequence[Array | None]) -> PyTree:
         return layers
     values = iter(state)
 
-    def one(variable: Any) -> Any:
+    def restored(variable: PyTree) -> PyTree:
         if is_state(variable):
             return variable.replace(next(values))
         return _from_bits(variable) if is_variable(variable) else variable
 
-    return jax.tree.map(one, layers, is_leaf=is_variable)
+    return jax.tree.map(restored, layers, is_leaf=is_variable)
 
 
-def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
+def state_of_kinds(kinds: Sequence[PyTree], state: list[Array] | None) -> list[list[Array]]:
     values = iter(state or [])
     return [list(itertools.islice(values, len(_states(layer)))) for layer in kinds]
 
@@ -112,16 +111,15 @@ def state_after(layer: PyTree, before: list[Array]) -> list[Array]:
     ]
 
 
-def write_state(layers: PyTree, state: list[Any]) -> None:
+def write_state(layers: PyTree, state: Sequence[Array | PerMicrobatch]) -> None:
     for variable, value in zip(_states(layers), state, strict=True):
-        if is_per_microbatch(variable):
-            value = jnp.moveaxis(value.value, 2, 3)
-        elif is_averaged(variable):
-            value = jnp.mean(value.value, axis=2)
+        if isinstance(value, PerMicrobatch):
+            cache, stored = is_per_microbatch(variable), value.value
+            value = jnp.moveaxis(stored, 2, 3) if cache else jnp.mean(stored, axis=2)
         variable.set_value(value)
 
 
-def _states(tree: PyTree) -> list[nnx.Variable[Any]]:
+def _states(tree: PyTree) -> list[Variable]:
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_state(leaf)]
 
 
@@ -130,12 +128,12 @@ def _only_params(tree: PyTree) -> bool:
     return all(isinstance(leaf, nnx.Param) for leaf in leaves if is_variable(leaf))
 
 
-def _as_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+def _as_bits(variable: Variable) -> Variable:
     value = variable.get_value()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        found = variable.replace(jax.random.key_data(value))
-        found.set_metadata(_STORED, jax.random.key_impl(value))
-        return found
+        stored = variable.replace(jax.random.key_data(value))
+        stored.set_metadata(_STORED, jax.random.key_impl(value))
+        return stored
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return variable
     value = no_gradient_to(
@@ -145,12 +143,12 @@ def _as_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         value,
     )
     bits = jnp.dtype(f"int{jnp.finfo(value.dtype).bits}")
-    found = variable.replace(jax.lax.bitcast_convert_type(value, bits))
-    found.set_metadata(_STORED, value.dtype)
-    return found
+    stored = variable.replace(jax.lax.bitcast_convert_type(value, bits))
+    stored.set_metadata(_STORED, value.dtype)
+    return stored
 
 
-def _from_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+def _from_bits(variable: Variable) -> Variable:
     stored, value = variable.get_metadata().get(_STORED), variable.get_value()
     if stored is None:
         return variable

@@ -59,12 +59,12 @@ class Checkpoints(Protocol):
 
 def checkpoints() -> Checkpoints:
     """What the installed package offers; raises InputError unless there is exactly one."""
-    found = {entry.value: entry for entry in entry_points(group=GROUP)}
-    if len(found) != 1:
+    offers = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(offers) != 1:
         raise InputError(
-            f"{', '.join(found) or 'no installed package'} offers checkpoints (the entry points "
+            f"{', '.join(offers) or 'no installed package'} offers checkpoints (the entry points "
             f"{GROUP}), and exactly one must; install nnx-pipeline again, and only one such package"
         )
-    (entry,) = found.values()
+    (entry,) = offers.values()
     offered: Checkpoints = entry.load()
     return offered

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nnx_pipeline.train.step import TrainState
 
-KEPT = "saved steps are kept; the same command with --resume goes on after the newest"
+RESUME_NOTE = "saved steps are kept; the same command with --resume goes on after the newest"
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Folder:
 
     @contextmanager
     def opened(
-        self, config: Config, origin: Origin, stages: int, asked: Container[str]
+        self, config: Config, origin: Origin, stages: int, fields: Container[str]
     ) -> Iterator[Saver | None]:
         """What saves the steps of a training; None where nothing is to be saved.
 
-        `asked` are the fields of the config that the user has set. Within the context no other
+        `fields` are the fields of the config that the user has set. Within the context no other
         process can train in the folder.
         """
         if self.name is None:
-            for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
-                if given:
+            for flag, value in (("--resume", self.resume), ("--save-every", self.every)):
+                if value:
                     raise InputError(f"{flag} needs a folder; give it with --checkpoint-dir DIR")
             yield None
             return
@@ -60,18 +60,18 @@ class Folder:
         if self.resume and offered.saved_run(self.name) is None:
             raise InputError(f"--resume: {self._nothing()}")
         with offered.claimed(self.name):
-            found = offered.saved_run(self.name)  # no other process changes it from here on
-            if found is not None and not self.resume:
+            saved = offered.saved_run(self.name)  # no other process changes it from here on
+            if saved is not None and not self.resume:
                 raise InputError(
-                    f"{self.name} holds a run up to step {found.step} already; add --resume to go "
+                    f"{self.name} holds a run up to step {saved.step} already; add --resume to go "
                     "on with it, or choose a new folder"
                 )
-            if found is None:
+            if saved is None:
                 offered.begin(self.name, config, origin)
                 newest = None
             else:
-                config, newest = found.to_go_on(config, origin, stages, asked), found.step
-            yield Saver(offered, self.name, self.every, config, origin, found, newest)
+                config, newest = saved.to_go_on(config, origin, stages, fields), saved.step
+            yield Saver(offered, self.name, self.every, config, origin, saved, newest)
 
     def _nothing(self) -> str:
         """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
@@ -95,7 +95,7 @@ class Folder:
 class Saver:
     """Saves steps of a training.
 
-    `config` is what the run has beside its steps, `found` the run that is resumed, if any, and
+    `config` is what the run has beside its steps, `saved` the run that is resumed, if any, and
     `newest` the number of the newest saved step, if any.
     """
 
@@ -104,26 +104,26 @@ class Saver:
     every: int | None
     config: Config
     origin: Origin
-    found: SavedRun | None
+    saved: SavedRun | None
     newest: int | None
 
     def check_steps(self, steps: int) -> None:
-        if self.found is not None and self.found.step > steps:
+        if self.saved is not None and self.saved.step > steps:
             raise InputError(
                 f"--steps {steps} counts from the beginning, and {self.folder} is at step "
-                f"{self.found.step}; give --steps {self.found.step} or more"
+                f"{self.saved.step}; give --steps {self.saved.step} or more"
             )
 
     def first_state(self, config: Config, mesh: Mesh) -> TrainState | None:
         """The state after which training goes on; None at the beginning."""
-        if self.found is None:
+        if self.saved is None:
             return None
-        ending.add_note(KEPT)
+        ending.add_note(RESUME_NOTE)
         try:
-            return self.offered.load_newest(self.found, config, mesh)
+            return self.offered.load_newest(self.saved, config, mesh)
         except InputError as error:
             raise InputError(
-                f"{error}; to go on from the step before it, remove {self.found.newest} and use "
+                f"{error}; to go on from the step before it, remove {self.saved.newest} and use "
                 "--resume again"
             ) from error
 
@@ -133,13 +133,13 @@ class Saver:
 
     def save(self, state: TrainState) -> None:
         try:
-            if self.found is not None and self.newest == self.found.step:
+            if self.saved is not None and self.newest == self.saved.step:
                 self.offered.begin(self.folder, self.config, self.origin)
             self.offered.save_step(state, self.folder, self.config, self.origin)
         except InputError as error:
             raise Failed(str(error)) from error
         self.newest = int(state.step)
-        ending.add_note(KEPT)
+        ending.add_note(RESUME_NOTE)
 
 
 def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:

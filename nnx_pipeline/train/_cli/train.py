@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from nnx_pipeline.lab._cli import options
@@ -85,6 +83,6 @@ def train_command(
     check_writable(json_path, "--json")
     trained = training.train_and_save(config, chosen, place, run, folder)
     mesh = place.mesh_config
-    about: dict[str, Any] = {"mesh": mesh.sizes(), "config": to_dict(config)}
+    about: dict[str, object] = {"mesh": mesh.sizes(), "config": to_dict(config)}
     about |= {"steps": run.steps, "checkpoint": folder.name}
     training.report(trained, f"{chosen.model} on {mesh}", about, json_path)

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,8 @@ class Trained:
 
     first: int
     losses: list[float]
-    held_out: dict[str, Any] | None
-    router: dict[str, Any] | None
+    held_out: dict[str, object] | None
+    router: dict[str, object] | None
 
     def words(self) -> str:
         last = self.first + len(self.losses)
@@ -90,10 +89,10 @@ def train_and_save(
     _check_memory(config, devices)
     texts = read_texts(run.data, config) if run.data else None
     origin = Origin(run.seed, texts.digest if texts else None)
-    asked = parse_overrides(chosen.assignments)
+    fields = parse_overrides(chosen.assignments)
     losses: list[float] = []
     router = None
-    with folder.opened(config, origin, place.mesh_config.stage, asked) as saver, compiler_errors():
+    with folder.opened(config, origin, place.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)
@@ -122,7 +121,7 @@ def train_and_save(
     return Trained(first, losses, _held_out(loss, texts, config), reported)
 
 
-def report(trained: Trained, title: str, about: dict[str, Any], json_path: str | None) -> None:
+def report(trained: Trained, title: str, about: dict[str, object], json_path: str | None) -> None:
     show(f"{title}: {trained.words()}", json_path=json_path)
     held_out = trained.held_out
     if held_out is not None:
@@ -158,7 +157,7 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
         )
 
 
-def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[str, Any] | None:
+def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[str, object] | None:
     if texts is None:
         return None
     length = config.train.sequence_length

@@ -4,31 +4,32 @@ Each tick runs under a `shard_map` that is manual over `stage` alone, so that a 
 stages and one row of the timetable:
 
     entering = enter(…) in the ticks in which a microbatch enters    all devices together
-    state, given = switch(row.branch, branches, state, row)          a visit, or nothing
-    messages takes what this rank, the one before and the one after have given
-    loss, and the gradients of both ends, when a microbatch leaves or is back
+    state, message = switch(row.branch, branches, state, row)        a visit, or nothing
+    messages takes what this rank, the rank before and the rank after send
+    loss, and the gradients of `enter` and `leave`, when a microbatch leaves or is back
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.experiments.timetables.executor._branches import (
     Branches,
-    Given,
+    Rank,
     RankState,
     first_row,
 )
-from nnx_pipeline.experiments.timetables.executor._ends import EndTotals, FirstAndLast
+from nnx_pipeline.experiments.timetables.executor._outer import EndTotals, FirstAndLast
 from nnx_pipeline.experiments.timetables.executor._plan import (
     EndsOn,
-    EndsTicks,
     EndTicks,
+    OuterTicks,
     TimetablePlan,
     TimetableRows,
 )
@@ -37,6 +38,7 @@ from nnx_pipeline.pipeline._exchange import from_stage, stage_axis
 from nnx_pipeline.pipeline.contract import Inputs
 from nnx_pipeline.pipeline.metrics import Max, Metric, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
+from nnx_pipeline.pipeline.stage._hoist import Function
 from nnx_pipeline.sharding.layout import P
 
 
@@ -104,8 +106,8 @@ class TimetableLoop:
                 "make_timetable, or add B, or I and W, to its cells"
             )
         ticks = _Ticks(self, plan, differentiate, weights, inputs)
-        rows, ends_ticks = jax.tree.map(jnp.asarray, (plan.rows, plan.ends_ticks))
-        (state, shared), _ = jax.lax.scan(ticks.tick, ticks.start(), (rows, ends_ticks))
+        rows, outer_ticks = jax.tree.map(jnp.asarray, (plan.rows, plan.outer_ticks))
+        (state, shared), _ = jax.lax.scan(ticks.tick, ticks.start(), (rows, outer_ticks))
         return ticks.done(state, shared, layers)
 
     def total(self, done: Done) -> tuple[Array, tuple[Array, PyTree]]:
@@ -120,7 +122,7 @@ class TimetableLoop:
         """
         all_weights = LoopWeights.of(weights, stages=[[]] * len(self.functions.stages))
 
-        def call(weights: LoopWeights, inputs: Inputs) -> Any:
+        def call(weights: LoopWeights, inputs: Inputs) -> Array:
             return _Ticks(self, self.plans[1], False, weights, inputs).once()
 
         jax.eval_shape(call, all_weights, inputs)
@@ -137,36 +139,36 @@ class _Ticks:
     inputs: Inputs
 
     def start(self) -> tuple[RankState, EndTotals | None]:
-        """The state of all ranks, `[stages, …]`, and the totals of ends that all devices run."""
+        """The state of all ranks, `[stages, …]`, and the totals of what all devices run."""
         dtype, fill = self.loop.grad_dtype, self.loop.bubble_fill
 
-        def local(given: Given, x: PyTree) -> RankState:
-            own = None if given.ends is None else given.ends.start(dtype)
-            state = self._branches.start(_own(given), x, own, dtype=dtype, fill=fill)
+        def local(rank: Rank, x: PyTree) -> RankState:
+            totals = None if rank.outer is None else rank.outer.start(dtype)
+            state = self._branches.start(_local(rank), x, totals, dtype, fill)
             with_axis: RankState = _with_axis(state)
             return with_axis
 
         x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
         state = self._on_ranks(local, (x,), (P(),), over_stages())
-        return state, self._ends.start(dtype) if self.loop.ends_on == "all" else None
+        return state, self._outer.start(dtype) if self.loop.ends_on == "all" else None
 
     def tick(
-        self, carry: tuple[RankState, EndTotals | None], now: tuple[TimetableRows, EndsTicks]
+        self, carry: tuple[RankState, EndTotals | None], now: tuple[TimetableRows, OuterTicks]
     ) -> tuple[tuple[RankState, EndTotals | None], None]:
         """One tick of all ranks."""
-        (state, shared), (rows, ends_ticks) = carry, now
+        (state, shared), (rows, outer_ticks) = carry, now
         entering, d_output = None, None
         if shared is not None:
-            entering, d_output = self._entering(ends_ticks.enter), shared.d_output
+            entering, d_output = self._entering(outer_ticks.entry), shared.d_output
 
         def local(
-            given: Given, entering: PyTree, d_output: PyTree, state: RankState, rows: TimetableRows
+            rank: Rank, entering: PyTree, d_output: PyTree, state: RankState, rows: TimetableRows
         ) -> tuple[RankState, PyTree]:
             state, row = jax.tree.map(lambda leaf: leaf[0], (state, rows))
             if d_output is not None:  # of the loss of the tick before
                 state = state._replace(messages=_put(state.messages, row.loss, d_output))
-            given = _own(given)._replace(entering=entering)
-            state, message = self._branches.step(given, state, row)
+            rank = _local(rank)._replace(entering=entering)
+            state, message = self._branches.step(rank, state, row)
             state = state._replace(messages=self._arrive(state.messages, message, row))
             return _with_axis(state), _with_axis(message)
 
@@ -174,7 +176,7 @@ class _Ticks:
         state, message = self._on_ranks(
             local, (entering, d_output, state, rows), (P(), P(), stages, stages), stages
         )
-        return (state, self._at_ends(shared, ends_ticks, message)), None
+        return (state, self._pass_outer(shared, outer_ticks, message)), None
 
     def done(self, state: RankState, shared: EndTotals | None, layers: PyTree) -> Done:
         """What the loop gives.
@@ -183,36 +185,36 @@ class _Ticks:
         - `layers`: is returned as it is.
         """
 
-        def one(metric: Metric) -> Metric:
+        def over_ranks(metric: Metric) -> Metric:
             fold = jnp.max if isinstance(metric, Max) else jnp.sum
             return type(metric)(fold(metric.value, axis=0)[None])
 
-        metrics = jax.tree.map(one, state.metrics, is_leaf=is_metric)
-        ends = shared or jax.tree.map(_over_all, state.ends)
+        metrics = jax.tree.map(over_ranks, state.metrics, is_leaf=is_metric)
+        outer = shared or jax.tree.map(_over_all, state.outer)
         gradients = None
         if state.totals is not None:
             stages, captured = state.totals
             stages = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), stages)
             gradients = LoopWeights(
-                ends.enter, stages, ends.leave, jax.tree.map(_over_all, captured)
+                outer.enter, stages, outer.leave, jax.tree.map(_over_all, captured)
             )
-        return Done(ends.loss, metrics, gradients, layers)
+        return Done(outer.loss, metrics, gradients, layers)
 
     def once(self) -> Array:
         """The loss of one microbatch after one visit by each stage function."""
-        ends = self._ends if self.loop.ends_on == "all" else None
+        outer = self._outer if self.loop.ends_on == "all" else None
         number = jnp.int32(0)
 
-        def local(given: Given, x: PyTree) -> Array:
-            given, own = _own(given), given.ends
-            y = x if own is None else own.enter(number)
+        def local(rank: Rank, x: PyTree) -> Array:
+            rank, on_rank = _local(rank), rank.outer
+            y = x if on_rank is None else on_rank.enter(number)
             for function in range(len(self.loop.functions.stages)):
-                (y, _), _ = self._branches.visit(function, given, first_row(), y)
-            return y if own is None else own.leave(own.start(None), number, y).loss
+                (y, _), _ = self._branches.visit(function, rank, first_row(), y)
+            return y if on_rank is None else on_rank.leave(on_rank.start(None), number, y).loss
 
-        x = None if ends is None else ends.enter(number)
+        x = None if outer is None else outer.enter(number)
         y = self._on_ranks(local, (x,), (P(),), P())
-        return y if ends is None else ends.leave(ends.start(None), number, y).loss
+        return y if outer is None else outer.leave(outer.start(None), number, y).loss
 
     def _entering(self, at: EndTicks) -> PyTree:
         """The activations of the microbatch that enters; zeros where none does."""
@@ -220,58 +222,58 @@ class _Ticks:
         def nothing(_: Array) -> PyTree:
             return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._x)
 
-        return jax.lax.cond(at.due, self._ends.enter, nothing, at.microbatch)
+        return jax.lax.cond(at.due, self._outer.enter, nothing, at.microbatch)
 
-    def _at_ends(
-        self, totals: EndTotals | None, at: EndsTicks, message: PyTree
+    def _pass_outer(
+        self, totals: EndTotals | None, at: OuterTicks, message: PyTree
     ) -> EndTotals | None:
-        """The totals of the ends that all devices run, after a tick.
+        """The totals of `enter` and `leave`, if all devices run them, after a tick.
 
         - `at`: which microbatches pass.
         - `message`: what the ranks have given, `[stages, …]`.
         """
         if totals is None:
             return None
-        first, last = self.plan.ends
+        first, last = self.plan.edges
 
         def leave(totals: EndTotals, message: PyTree) -> EndTotals:
-            return self._ends.leave(totals, at.leave.microbatch, from_stage(message, last))
+            return self._outer.leave(totals, at.exit.microbatch, from_stage(message, last))
 
         def back(totals: EndTotals, message: PyTree) -> EndTotals:
-            return self._ends.back(totals, at.back.microbatch, from_stage(message, first))
+            return self._outer.back(totals, at.back.microbatch, from_stage(message, first))
 
         def stay(totals: EndTotals, message: PyTree) -> EndTotals:
             del message
             return totals
 
-        totals = jax.lax.cond(at.leave.due, leave, stay, totals, message)
+        totals = jax.lax.cond(at.exit.due, leave, stay, totals, message)
         if not self.differentiate:
             return totals
-        found: EndTotals = jax.lax.cond(at.back.due, back, stay, totals, message)
-        return found
+        passed: EndTotals = jax.lax.cond(at.back.due, back, stay, totals, message)
+        return passed
 
     def _on_ranks(
-        self, function: Callable[..., Any], given: tuple[Any, ...], specs: Any, out_specs: Any
-    ) -> Any:
-        """Calls a function on each rank: with what the rank's visits read, and with `given`."""
+        self, function: Function, args: tuple[PyTree, ...], specs: tuple[P, ...], out_specs: P
+    ) -> PyTree:
+        """Calls a function on each rank: with what the rank's visits read, and with `args`."""
         weights, inputs, whole = self.weights, self.inputs, P()
-        own: Any = self._ends_of if self.loop.ends_on == "own" else None
+        outer_reads = self._outer_reads if self.loop.ends_on == "own" else None
 
-        def local(reads: tuple[Any, ...], *given: Any) -> Any:
-            stages, captured, side, ends = reads
-            ends = None if ends is None else self._make_ends(*ends)
-            return function(Given(stages, captured, side, None, ends), *given)
+        def local(reads: tuple[PyTree, ...], *args: PyTree) -> PyTree:
+            stages, captured, side, outer = reads
+            outer = None if outer is None else self._make_outer(*outer)
+            return function(Rank(stages, captured, side, None, outer), *args)
 
-        reads = weights.stages, weights.captured, inputs.side, own
+        reads = weights.stages, weights.captured, inputs.side, outer_reads
         return on_ranks(
             local,
             in_specs=((P(None, stage_axis()), whole, whole, whole), *specs),
             out_specs=out_specs,
-        )(reads, *given)
+        )(reads, *args)
 
     def _arrive(self, messages: PyTree, message: PyTree, row: TimetableRows) -> PyTree:
         ranks = len(self.plan.stages)
-        messages = _put(messages, row.own, message)
+        messages = _put(messages, row.same, message)
         if ranks > 1:
             messages = _put(messages, row.before, _sent(message, 1, ranks))
         if ranks > 2:  # of two ranks each is before and after the other
@@ -285,29 +287,29 @@ class _Ticks:
         return Branches(functions, self.plan, loop.metric_weights, loop.visits, self.differentiate)
 
     @property
-    def _ends_of(self) -> tuple[PyTree, PyTree]:
+    def _outer_reads(self) -> tuple[PyTree, PyTree]:
         weights, inputs = self.weights, self.inputs
         return (weights.enter, weights.leave), (inputs.enter, inputs.leave)
 
     @property
-    def _ends(self) -> FirstAndLast:
-        return self._make_ends(*self._ends_of)
+    def _outer(self) -> FirstAndLast:
+        return self._make_outer(*self._outer_reads)
 
-    def _make_ends(self, weights: PyTree, inputs: PyTree) -> FirstAndLast:
+    def _make_outer(self, weights: PyTree, inputs: PyTree) -> FirstAndLast:
         functions = self.loop.functions
         return FirstAndLast((functions.enter, functions.leave), weights, inputs, self.differentiate)
 
     @functools.cached_property
     def _x(self) -> PyTree:
-        return jax.eval_shape(lambda: self._ends.enter(jnp.int32(0)))
+        return jax.eval_shape(lambda: self._outer.enter(jnp.int32(0)))
 
 
-def over_stages() -> Any:
+def over_stages() -> P:
     """The spec of an array whose first axis is that of stages."""
     return P(stage_axis())
 
 
-def on_ranks(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_ranks(function: Function, *, in_specs: PyTree, out_specs: P) -> Function:
     """The function on each rank, with its part of what the specs shard over `stage`."""
     if stage_axis() is None:
         return function
@@ -317,8 +319,8 @@ def on_ranks(function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> 
     return jax.jit(mapped)  # without jit JAX runs no shard_map over some of the axes
 
 
-def _own(given: Given) -> Given:
-    return given._replace(stages=jax.tree.map(lambda leaf: leaf[:, 0], given.stages))
+def _local(rank: Rank) -> Rank:
+    return rank._replace(stages=jax.tree.map(lambda leaf: leaf[:, 0], rank.stages))
 
 
 def _with_axis(tree: PyTree) -> PyTree:
@@ -329,7 +331,7 @@ def _over_all(leaf: Array) -> Array:
     return jnp.sum(leaf, axis=0)
 
 
-def _put(messages: PyTree, slot: Array, new: PyTree) -> PyTree:
+def _put(messages: PyTree, slot: ArrayLike, new: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(leaf, new, slot, 0), messages, new
     )

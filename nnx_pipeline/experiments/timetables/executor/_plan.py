@@ -8,7 +8,7 @@ array is no longer needed, so that there are as few as the timetable allows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -46,30 +46,30 @@ class TimetableRows(NamedTuple):
     In the loop they are arrays of JAX, of one tick and one rank.
     """
 
-    branch: Any  # 0 when idle, else 1 + its place in `Plan.branches`
-    chunk: Any  # which of the rank's stages
+    branch: np.ndarray  # 0 when idle, else 1 + its place in `Plan.branches`
+    chunk: np.ndarray  # which of the rank's stages
     microbatch: np.ndarray
-    take: Any  # the message slot that the action reads
-    keep: Any  # the slot of the ring that it writes or reads
-    enters: Any  # 1 for a forward visit of the first stage, which takes what enters
-    own: Any  # the message slot for what the action itself gives
-    before: Any  # the slot for what the rank before sends
-    after: Any  # the slot for what the rank after sends
-    loss: Any  # the slot for the cotangent of the loss of the tick before
+    take: np.ndarray  # the message slot that the action reads
+    keep: np.ndarray  # the slot of the ring that it writes or reads
+    enters: np.ndarray  # 1 for a forward visit of the first stage, which takes what enters
+    same: np.ndarray  # the message slot for what the action itself gives
+    before: np.ndarray  # the slot for what the rank before sends
+    after: np.ndarray  # the slot for what the rank after sends
+    loss: np.ndarray  # the slot for the cotangent of the loss of the tick before
 
 
 class EndTicks(NamedTuple):
     """When microbatches pass one end of the model, `[ticks]` each."""
 
-    due: Any  # bool, whether one passes in this tick
-    microbatch: Any  # its number, or 0
+    due: np.ndarray  # bool, whether one passes in this tick
+    microbatch: np.ndarray  # its number, or 0
 
 
-class EndsTicks(NamedTuple):
+class OuterTicks(NamedTuple):
     """When microbatches enter, leave, and when their cotangents are back at the first stage."""
 
-    enter: EndTicks
-    leave: EndTicks
+    entry: EndTicks
+    exit: EndTicks
     back: EndTicks
 
 
@@ -78,8 +78,8 @@ class TimetablePlan:
     """A timetable as arrays that a loop over ticks reads.
 
     - `rows`: one row per tick and rank.
-    - `ends_ticks`: what all ranks know of both ends of the model.
-    - `ends`: the ranks of the first and of the last stage.
+    - `outer_ticks`: when microbatches pass `enter` and `leave`.
+    - `edges`: the ranks of the first and of the last stage.
     - `branches`: the different things that ranks do.
     - `messages`: how many message slots a rank has; one more, the last, takes what nobody needs.
     - `rings`: how many slots a ring has, for each stage function.
@@ -87,8 +87,8 @@ class TimetablePlan:
     """
 
     rows: TimetableRows
-    ends_ticks: EndsTicks
-    ends: tuple[int, int]
+    outer_ticks: OuterTicks
+    edges: tuple[int, int]
     branches: tuple[Branch, ...]
     messages: int
     rings: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Waits(NamedTuple):
 
 class _Planning:
     def __init__(self, actions: Actions, functions: Sequence[int], ends_on: EndsOn) -> None:
-        self.actions, self.functions, self.own_ends = actions, functions, ends_on == "own"
+        self.actions, self.functions, self.outer_on_ranks = actions, functions, ends_on == "own"
         self.when, self.rank_of, self.last = actions.when, actions.rank_of, actions.stages - 1
         if len(functions) != actions.stages:
             raise InputError(
@@ -140,7 +140,7 @@ class _Planning:
         self.stages = tuple(
             tuple(np.flatnonzero(self.rank_of == rank).tolist()) for rank in range(actions.ranks)
         )
-        if len({len(own) for own in self.stages}) > 1:
+        if len({len(of_rank) for of_rank in self.stages}) > 1:
             raise InputError(
                 f"the ranks have the stages {[*map(list, self.stages)]}; each must have as many, "
                 "because their weights are one array"
@@ -153,10 +153,10 @@ class _Planning:
     def plan(self) -> TimetablePlan:
         actions, branches = self.actions, self._branches()
         kind, stage = actions.kind.T, actions.stage.T
-        place = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
+        numbers = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
         branch_of = np.zeros((len(LETTERS), actions.stages), np.int32)
-        for own, branch in branches.items():
-            branch_of[own] = place[branch]
+        for cell, branch in branches.items():
+            branch_of[cell] = numbers[branch]
         chunk_of = np.zeros(actions.stages, np.int32)
         for stages in self.stages:
             chunk_of[[*stages]] = range(len(stages))
@@ -169,20 +169,20 @@ class _Planning:
         )
         messages, rings = self._give_messages(rows), self._give_rings(rows)
         forward = self.when[FORWARD]
-        ends_ticks = EndsTicks(*map(self._end_ticks, (forward[0], forward[-1], self.back[0])))
-        ends = int(self.rank_of[0]), int(self.rank_of[-1])
-        return TimetablePlan(rows, ends_ticks, ends, tuple(place), messages, rings, self.stages)
+        outer_ticks = OuterTicks(*map(self._end_ticks, (forward[0], forward[-1], self.back[0])))
+        edges = int(self.rank_of[0]), int(self.rank_of[-1])
+        return TimetablePlan(rows, outer_ticks, edges, tuple(numbers), messages, rings, self.stages)
 
     def _branches(self) -> dict[tuple[int, int], Branch]:
         first = np.where(self.when < 0, self.actions.steps, self.when).min(axis=-1)
         there = np.argwhere(first < self.actions.steps).tolist()
 
         def branch(kind: int, stage: int) -> Branch:
-            enters = self.own_ends and stage == 0 and kind != OF_WEIGHTS
-            leaves = self.own_ends and stage == self.last and kind == FORWARD
+            enters = self.outer_on_ranks and stage == 0 and kind != OF_WEIGHTS
+            leaves = self.outer_on_ranks and stage == self.last and kind == FORWARD
             return Branch(LETTERS[kind], self.functions[stage], enters, leaves)
 
-        there.sort(key=lambda own: (self.rank_of[own[1]], first[*own]))
+        there.sort(key=lambda action: (self.rank_of[action[1]], first[*action]))
         return {(kind, stage): branch(kind, stage) for kind, stage in there}
 
     def _end_ticks(self, step: np.ndarray) -> EndTicks:
@@ -200,7 +200,7 @@ class _Planning:
         to = np.broadcast_to(self.rank_of[waits.to][:, None], shape)
         slot, counts = share_slots(to, waits.start, waits.end, owners=self.actions.ranks)
         count = int(counts.max())
-        for column in (rows.own, rows.before, rows.after, rows.loss):
+        for column in (rows.same, rows.before, rows.after, rows.loss):
             column[:] = count  # where what nobody needs goes
         for column, sent in self._columns(rows, waits):
             column[waits.start[sent], to[sent]] = slot[sent]
@@ -226,8 +226,8 @@ class _Planning:
         """The columns of what arrives from each sender, and which of the waits those are."""
         ranks = self.actions.ranks
         sender, to = self.rank_of[waits.sender], self.rank_of[waits.to]
-        own, before, after = sender == to, (sender + 1) % ranks == to, (sender - 1) % ranks == to
-        for at in np.flatnonzero(~(own | before | after)).tolist():
+        same, before, after = sender == to, (sender + 1) % ranks == to, (sender - 1) % ranks == to
+        for at in np.flatnonzero(~(same | before | after)).tolist():
             stage = int(waits.sender[at])
             split = self.when[OF_INPUT, stage, 0] >= 0
             kind = FORWARD if at < self.last else OF_INPUT if split else BACKWARD
@@ -237,9 +237,9 @@ class _Planning:
                 "the same rank or on neighbours"
             )
         return [
-            (rows.own, own),
-            (rows.before, before & ~own),
-            (rows.after, after & ~before & ~own),  # of two ranks each is before and after the other
+            (rows.same, same),
+            (rows.before, before & ~same),
+            (rows.after, after & ~before & ~same),  # of two ranks each is both before and after
         ]
 
     def _fill(
@@ -256,8 +256,8 @@ class _Planning:
         ranks, functions = self.actions.ranks, 1 + max(self.functions)
         if not self.actions.trains:
             return (0,) * functions
-        own = np.asarray(self.functions) + functions * self.rank_of
-        owner = np.broadcast_to(own[:, None], self.over.shape)
+        ring = np.asarray(self.functions) + functions * self.rank_of
+        owner = np.broadcast_to(ring[:, None], self.over.shape)
         slot, counts = share_slots(owner, self.when[FORWARD], self.over, owners=ranks * functions)
         kinds = (FORWARD, BACKWARD, OF_INPUT, OF_WEIGHTS)
         self._fill(rows.keep, kinds, np.arange(self.last + 1), slot)

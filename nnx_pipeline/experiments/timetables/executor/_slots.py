@@ -31,11 +31,11 @@ def share_slots(
     np.maximum.at(counts, whose, number - first + 1 - free_again)
     # From which array each has its slot, by the place in the order of starts: the first ones from
     # none, and so from themselves.
-    place = np.empty_like(number)
-    place[by_start] = number
+    position = np.empty_like(number)
+    position[by_start] = number
     later = number - first >= counts[whose]
     source = number.copy()
-    source[later] = place[by_end[(number - counts[whose])[later]]]
+    source[later] = position[by_end[(number - counts[whose])[later]]]
     while not np.array_equal(further := source[source], source):
         source = further
     slots = np.empty_like(number)

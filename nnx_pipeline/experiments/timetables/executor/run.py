@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -29,8 +28,8 @@ from nnx_pipeline.pipeline.one_f_one_b.run import (
     without_lift,
 )
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
-from nnx_pipeline.pipeline.stage._checks import checked, checked_enter, checked_leave
-from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._checks import checked, checked_entry, checked_exit
+from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.sharding.layout import is_explicit, mesh_sizes
@@ -96,9 +95,9 @@ def run_timetable(
     metric_weights = metric_weights_of(functions, lift)
     how = options.accumulate
 
-    def make_loop(own: TimetableFunctions) -> TimetableLoop:
+    def make_loop(loop_functions: TimetableFunctions) -> TimetableLoop:
         return TimetableLoop(
-            own,
+            loop_functions,
             plans,
             metric_weights,
             actions.stages * actions.microbatches,
@@ -110,18 +109,18 @@ def run_timetable(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    own: Any = (
-        checked_enter(functions.enter),
-        lifted(checked_leave(functions.leave), lift),
+    checked_functions: tuple[Function, ...] = (
+        checked_entry(functions.enter),
+        lifted(checked_exit(functions.leave), lift),
         *map(checked, stages),
     )
 
-    def call(*looks: Callable[..., Any]) -> None:
+    def call(*looks: Function) -> None:
         make_loop(TimetableFunctions(looks[0], looks[2:], looks[1])).visit_once(weights, inputs)
 
-    found, captured, traced = hoist(own, call)
+    hoisted, captured, traced = hoist(checked_functions, call)
     loop = dataclasses.replace(
-        make_loop(TimetableFunctions(found[0], tuple(map(checkpoint, found[2:])), found[1])),
+        make_loop(TimetableFunctions(hoisted[0], tuple(map(checkpoint, hoisted[2:])), hoisted[1])),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
     # The stages have a list for each of their functions.

@@ -5,30 +5,30 @@ No tick needs a copy of them, and each has a gradient, which is summed over the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.sharding.layout import P, is_explicit, place
 
-Function = Callable[..., Any]
+Function = Callable[..., PyTree]
 
 
 @dataclass(frozen=True)
 class _Program:
     jaxpr: ClosedJaxpr
-    gives: Any
+    gives: PyTreeDef
 
-    def __call__(self, captured: Sequence[Array], arguments: PyTree) -> Any:
+    def __call__(self, captured: Sequence[Array], arguments: PyTree) -> PyTree:
         program = ClosedJaxpr(self.jaxpr.jaxpr, [*captured])
         return jax.tree.unflatten(self.gives, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
 
 
 def hoist(
-    functions: tuple[Function, ...], call: Callable[..., Any]
+    functions: tuple[Function, ...], call: Callable[..., None]
 ) -> tuple[tuple[Function, ...], tuple[list[Array], ...], tuple[ClosedJaxpr, ...]]:
     """Gives functions of pytrees a new first argument for the arrays that they close over.
 
@@ -40,10 +40,10 @@ def hoist(
     seen: list[list[_Program]] = [[] for _ in functions]
 
     def watched(index: int) -> Function:
-        def look(_: Any, *arguments: PyTree) -> Any:
+        def look(_: list[Array], *arguments: PyTree) -> PyTree:
             # A new function object for every trace: JAX caches a trace by its function, together
             # with the tracers that it closed over, which are not valid in another trace.
-            trace = jax.make_jaxpr(lambda *given: functions[index](*given), return_shape=True)
+            trace = jax.make_jaxpr(lambda *args: functions[index](*args), return_shape=True)
             jaxpr, gives = trace(*arguments)
             program = _Program(jaxpr, jax.tree.structure(gives))
             seen[index].append(program)
@@ -53,15 +53,15 @@ def hoist(
 
     # The call may reach a function more than once; each time it closes over the same arrays.
     call(*map(watched, range(len(functions))))
-    programs = [found[0] for found in seen]
+    programs = [traces[0] for traces in seen]
     captured = tuple([_on_mesh(leaf) for leaf in program.jaxpr.consts] for program in programs)
     pairs = zip(functions, programs, strict=True)
     traced = tuple(program.jaxpr for program in programs)
-    return tuple(_with_closed(*pair) for pair in pairs), captured, traced
+    return tuple(_with_captured(*pair) for pair in pairs), captured, traced
 
 
-def _with_closed(function: Function, program: _Program) -> Function:
-    return lambda captured, *given: program(captured, given) if captured else function(*given)
+def _with_captured(function: Function, program: _Program) -> Function:
+    return lambda captured, *args: program(captured, args) if captured else function(*args)
 
 
 def _on_mesh(leaf: Array) -> Array:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.one_f_one_b._state import WithCaptured
@@ -13,17 +14,17 @@ from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers, zero_gradie
 
 
 class EndTotals(NamedTuple):
-    """What adds up in both ends; gradients are None where only the loss is asked for."""
+    """What adds up in `enter` and `leave`; gradients are None where only the loss is asked for."""
 
     loss: Array
-    enter: Any
-    leave: Any
+    enter: PyTree
+    leave: PyTree
     d_output: PyTree  # the cotangent of the last output that left
 
 
 @dataclass(frozen=True)
 class FirstAndLast:
-    """Both ends of a model.
+    """The functions before and after the stages of a model.
 
     - `functions`: `enter` and `leave`, each with what it closes over as a first argument.
     - `weights`: of `enter` and of `leave`.
@@ -36,7 +37,7 @@ class FirstAndLast:
     inputs: tuple[PyTree, PyTree]
     differentiate: bool
 
-    def start(self, dtype: Any) -> EndTotals:
+    def start(self, dtype: DTypeLike | None) -> EndTotals:
         """The totals before the first tick.
 
         - `dtype`: in which gradients add up, None for that of the weights.
@@ -49,11 +50,11 @@ class FirstAndLast:
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
         return EndTotals(loss, enter, leave, nothing)
 
-    def enter(self, microbatch: Any) -> PyTree:
+    def enter(self, microbatch: ArrayLike) -> PyTree:
         """The activations of a microbatch."""
         return self._enter(self.weights[0], microbatch)
 
-    def leave(self, totals: EndTotals, microbatch: Any, y: PyTree) -> EndTotals:
+    def leave(self, totals: EndTotals, microbatch: ArrayLike, y: PyTree) -> EndTotals:
         """Adds the loss of a microbatch, and its gradients.
 
         - `y`: the output of the last stage.
@@ -73,7 +74,7 @@ class FirstAndLast:
             d_output=d_y,
         )
 
-    def back(self, totals: EndTotals, microbatch: Any, d_x: PyTree) -> EndTotals:
+    def back(self, totals: EndTotals, microbatch: ArrayLike, d_x: PyTree) -> EndTotals:
         """Adds the gradient of `enter` for a microbatch.
 
         - `d_x`: the cotangent of its activations.
@@ -82,11 +83,11 @@ class FirstAndLast:
         (d_end,) = back(d_x)
         return totals._replace(enter=add(totals.enter, none_for_integers(d_end)))
 
-    def _enter(self, end: WithCaptured, microbatch: Any) -> PyTree:
+    def _enter(self, end: WithCaptured, microbatch: ArrayLike) -> PyTree:
         return self.functions[0](end.captured, end.weights, row_at(self.inputs[0], microbatch))
 
 
-def row_at(tree: PyTree, index: Any) -> PyTree:
+def row_at(tree: PyTree, index: ArrayLike) -> PyTree:
     """Entry `index` of the first axis of each array."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree
