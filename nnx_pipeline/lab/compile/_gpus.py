@@ -1,0 +1,57 @@
+"""The GPUs of `gpus.toml`, as XLA's compiler reads a description of one."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+KINDS = ("cuda", "rocm")
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "gpus.toml").read_text("utf-8"))
+
+
+def targets(kind: str) -> list[str]:
+    """The names of the GPUs of a maker, `cuda` or `rocm`, that can be compiled for."""
+    return [name for name, value in _table()[kind].items() if _is_target(value)]
+
+
+def _is_target(value: Any) -> bool:
+    return isinstance(value, Mapping) and "device_description_str" in value
+
+
+def _facts(kind: str, target: str) -> dict[str, Any]:
+    """What holds of one GPU: of its maker's section first, then of its own."""
+    shared = {name: value for name, value in _table()[kind].items() if not _is_target(value)}
+    own = _table()[kind][target]
+    info = {**shared["gpu_device_info"], **own["gpu_device_info"]}
+    return {**shared, **own, "gpu_device_info": info}
+
+
+def per_host(kind: str, target: str) -> int:
+    return int(_facts(kind, target)["hosts_of"])
+
+
+def memory_bytes(kind: str, target: str) -> int:
+    return int(_facts(kind, target)["gpu_device_info"]["device_memory_size"])
+
+
+def description(kind: str, target: str) -> str:
+    """The description of a GPU in the text format of XLA's `GpuTargetConfigProto`."""
+    facts = _facts(kind, target)
+    del facts["hosts_of"]
+    return _as_text(facts)
+
+
+def _as_text(fields: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}{_value(value)}" for name, value in fields.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f" {{ {_as_text(value)} }}"
+    is_enum = value == "ACCELERATED_FEATURES"
+    return f': "{value}"' if isinstance(value, str) and not is_enum else f": {value}"
