@@ -58,11 +58,10 @@ class Target:
             raise InputError(
                 f"--gemm {self.gemm!r} is not known; {nearest(self.gemm, [*GEMMS, 'both'])}"
             )
-        if platform.kind != "cuda":
+        if not platform.is_gpu:
             if self.gemm is not None:
                 raise InputError(
-                    f"--gemm {self.gemm} applies only to cuda platforms; leave it out with "
-                    f"{self.platform}"
+                    f"--gemm {self.gemm} applies only to GPUs; leave it out with {self.platform}"
                 )
             return [platform]
         chosen = GEMMS if self.gemm in (None, "both") else (self.gemm,)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-KINDS = ("cuda", "rocm")
+from nnx_pipeline.lab.errors import InputError
+
+GPUS = ("cuda", "rocm")  # the makers: NVIDIA and AMD
 
 
 @functools.cache
@@ -31,8 +33,23 @@ def _facts(kind: str, target: str) -> dict[str, Any]:
     return {**shared, **own, "gpu_device_info": info}
 
 
-def per_host(kind: str, target: str) -> int:
-    return int(_facts(kind, target)["hosts_of"])
+def by_host(kind: str, target: str, topology: str) -> tuple[int, int]:
+    """The number of hosts and of GPUs in each.
+
+    - `topology`: such as `4x8`, or the number of all GPUs, which fill one host after the other.
+
+    Raises InputError for more GPUs in a host than there are, and where the last one is not full.
+    """
+    most = int(_facts(kind, target)["hosts_of"])
+    *hosts, gpus = map(int, topology.split("x"))
+    if hosts and gpus <= most:
+        return hosts[0], gpus
+    if not hosts and (gpus <= most or gpus % most == 0):
+        return max(1, gpus // most), min(gpus, most)
+    raise InputError(
+        f"platform {kind}:{target}:{topology}: {most} GPUs are joined in a host, and {gpus} are no "
+        f"whole number of hosts; write for example {kind}:{target}:2x{most}"
+    )
 
 
 def memory_bytes(kind: str, target: str) -> int:

@@ -1,4 +1,4 @@
-"""AMD's compiler without ROCm and without a GPU: its plugin, and stand-ins for the libraries it names.
+"""AMD's compiler without ROCm and without a GPU.
 
 The plugin of JAX names libraries of ROCm (`libamdhip64`, `libMIOpen`, …) and takes functions of
 them, none of which it needs to compile. Where ROCm is not installed, an empty library stands in for
@@ -143,7 +143,15 @@ def _compile(folder: Path, library: str, functions: Functions) -> None:
         if version
     ]
     versions.write_text("\n".join([*listed, ""]))
-    options = ["-shared", "-fPIC", "-nostdlib", "-w", f"-Wl,-soname,{library}", "-o", str(folder / library)]
+    options = [
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+        "-w",
+        f"-Wl,-soname,{library}",
+        "-o",
+        str(folder / library),
+    ]
     options += [f"-Wl,--version-script={versions}"] if listed else []
     said = "found none"
     for compiler in _compilers():
@@ -164,4 +172,3 @@ def _compilers() -> list[list[str]]:
     there = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     zig = [sys.executable, "-m", "ziglang", "cc"]
     return [*there, *([zig] if importlib.util.find_spec("ziglang") else [])]
-

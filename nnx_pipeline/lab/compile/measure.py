@@ -220,7 +220,7 @@ class Lowered:
             xla_flops=found.costs.get("flops"),
             bytes_accessed=found.costs.get("bytes accessed"),
             device_memory_bytes=platform.memory_bytes(),
-            gemm=platform.gemm if platform.kind == "cuda" else None,
+            gemm=platform.gemm if platform.is_gpu else None,
             xla=applied,
             xla_left_out=left_out,
             seconds=clock.seconds,
