@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.errors import InputError
@@ -88,7 +90,7 @@ def functions_of(plugin: Path) -> tuple[dict[str, Functions], list[str]]:
     from elftools.elf.elffile import ELFFile
 
     with plugin.open("rb") as file:
-        section = ELFFile(file).get_section_by_name
+        section: Callable[[str], Any] = ELFFile(file).get_section_by_name
         versions = {
             version["vna_other"]: (library.name, version.name)
             for library, needed in section(".gnu.version_r").iter_versions()
