@@ -27,7 +27,7 @@ PACKAGE = "jax-rocm7-pjrt"
 _PLUGIN = "jax_plugins/xla_rocm7/xla_rocm_plugin.so"
 _REGISTERED = "PJRT_NAMES_AND_LIBRARY_PATHS"  # of JAX: plugins that no Python package registers
 _NO_DEVICE = 100  # hipErrorNoDevice; every other library takes it for an error too
-_IS_TEXT = re.compile("(?i)get_?(error|status)_?string$")  # returns a pointer to a text
+IS_TEXT = re.compile("(?i)get_?(error|status)_?string$")  # returns a pointer to a text
 # Libraries of these versions are those of glibc and gcc, which every machine has.
 _OF_THE_SYSTEM = re.compile("GLIBC|CXXABI|GCC")
 # By version, "" for none: the functions that the plugin takes of a library.
@@ -43,10 +43,13 @@ def register() -> None:
     """
     if Path("/dev/kfd").exists():
         return
-    plugin = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(_PLUGIN)))
-    load_libraries(plugin)
-    named = [os.environ.get(_REGISTERED, ""), f"rocm:{plugin}"]
+    load_libraries(plugin())
+    named = [os.environ.get(_REGISTERED, ""), f"rocm:{plugin()}"]
     os.environ[_REGISTERED] = ",".join(filter(None, named))
+
+
+def plugin() -> Path:
+    return Path(str(importlib.metadata.distribution(PACKAGE).locate_file(_PLUGIN)))
 
 
 def load_libraries(plugin: Path) -> list[str]:
@@ -134,7 +137,7 @@ def _compile(folder: Path, library: str, functions: Functions) -> None:
     names = [name for of_version in functions.values() for name in of_version]
     lines = (
         f'const char *{name}(void) {{ return "there is no AMD GPU"; }}'
-        if _IS_TEXT.search(name)
+        if IS_TEXT.search(name)
         else f"int {name}(void) {{ return {_NO_DEVICE}; }}"
         for name in names
     )
