@@ -175,5 +175,5 @@ def test_the_compiler_is_told() -> None:
     assert entry_key(triton, "x") != entry_key(cublas, "x")
     with pytest.raises(InputError, match="did you mean 'cublas'"):
         Target("", "cuda:h100:8", "cublass").platforms()
-    with pytest.raises(InputError, match="applies only to cuda platforms; leave it out with cpu"):
+    with pytest.raises(InputError, match="applies only to GPUs; leave it out with cpu"):
         Target("", "cpu", "both").platforms()

@@ -15,7 +15,7 @@ from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import lines_table, memory_view, time_table
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
+from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
 from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
@@ -62,9 +62,9 @@ def run_memory(
     for result, attribution in zip(results, attributions, strict=True):
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
-            show(report.SAME_MEMORY, json_path=outputs.json_path)
+            show(same_memory(result.platform), json_path=outputs.json_path)
             continue
-        by = f", matrix products by {GEMM_NAMES[result.gemm]}" if result.gemm else ""
+        by = f", matrix products by {products_by(result)}" if result.gemm else ""
         named = f"{title}, {compiler(result)}{by}"
         show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
         show(report.account_view(result), json_path=outputs.json_path)

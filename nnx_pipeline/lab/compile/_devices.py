@@ -14,34 +14,42 @@ from pathlib import Path
 import jax
 
 from nnx_pipeline.lab.compile import _gpus, _rocm
-from nnx_pipeline.lab.compile import platform as platforms
-from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.compile._packages import (
+    TPU_ENVIRONMENT,
+    MissingCompiler,
+    matches,
+    required,
+    version,
+)
 from nnx_pipeline.lab.errors import InputError, install
 
+MOST_CPUS = 4_096  # virtual ones, which JAX makes one after the other
 
-def devices(platform: Platform, needed: int) -> Sequence[jax.Device]:
-    """As `Platform.devices`."""
-    if platform.kind == "local":
+
+def devices(kind: str, target: str, topology: str, needed: int) -> Sequence[jax.Device]:
+    """As `Platform.devices`, for a platform with this kind, target and topology."""
+    if kind == "local":
         return _local_devices()
-    if platform.kind == "rocm":
+    platform = ":".join((kind, target, topology))
+    if kind == "rocm":
         _find_rocm(platform)
     _use_virtual_cpus(needed)
-    if platform.kind == "cpu":
+    if kind == "cpu":
         return jax.devices("cpu")
-    if platform.kind == "tpu":
-        return _tpu_devices(platform)
-    if platform.kind == "cuda":
+    if kind == "tpu":
+        return _tpu_devices(platform, target, topology)
+    if kind == "cuda":
         _check_cuda(platform)
-    hosts, gpus = _gpus.by_host(platform.kind, platform.target, platform.topology)
-    text = _gpus.description(platform.kind, platform.target)
+    hosts, gpus = _gpus.by_host(kind, target, topology)
+    text = _gpus.description(kind, target)
     return _topology(platform, target_config=text, topology=f"1x{hosts}x{gpus}")
 
 
 def _use_virtual_cpus(needed: int) -> None:
     """Makes JAX start with that many virtual CPU devices; InputError if it started with fewer."""
-    if needed > platforms.MOST_CPUS:
+    if needed > MOST_CPUS:
         raise InputError(
-            f"the mesh needs {needed} virtual CPU devices, of which {platforms.MOST_CPUS} are the "
+            f"the mesh needs {needed} virtual CPU devices, of which {MOST_CPUS} are the "
             "most; choose smaller axes"
         )
     try:
@@ -80,7 +88,7 @@ def _quiet_plugins(*, whole: bool) -> Iterator[None]:
 def _local_devices() -> Sequence[jax.Device]:
     """The devices that JAX sees. Without a TPU libtpu asks for a machine that is not there."""
     if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
-        _set(platforms.TPU_ENVIRONMENT)
+        _set(TPU_ENVIRONMENT)
     with _quiet_plugins(whole=False):
         return jax.devices()
 
@@ -90,27 +98,26 @@ def _set(environment: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _tpu_devices(platform: Platform) -> Sequence[jax.Device]:
-    wanted = platforms.required("tpu", "libtpu")
-    have = platforms.version("libtpu")
+def _tpu_devices(platform: str, target: str, topology: str) -> Sequence[jax.Device]:
+    wanted = required("tpu", "libtpu")
+    have = version("libtpu")
     cure = install("tpu")
     if not have:
         raise MissingCompiler(f"platform {platform} needs libtpu, which is not installed; {cure}")
-    if not platforms.matches(have, wanted):
+    if not matches(have, wanted):
         raise InputError(
-            f"platform {platform} needs libtpu{wanted} for jax {platforms.version('jax')} and "
+            f"platform {platform} needs libtpu{wanted} for jax {version('jax')} and "
             f"found {have}, whose programs this JAX cannot read back; {cure}"
         )
-    _set(platform.environment)
+    _set(TPU_ENVIRONMENT)
     # Where programs run both cores of a v4 are one device; by default the compiler has two.
-    chip = {"chip_config_name": "megacore"} if platform.target == "v4" else {}
-    name = f"{platform.target}:{platform.topology}"
-    return _topology(platform, topology_name=name, **chip)
+    chip = {"chip_config_name": "megacore"} if target == "v4" else {}
+    return _topology(platform, topology_name=f"{target}:{topology}", **chip)
 
 
-def _check_plugin(platform: Platform, package: str, extra: str) -> None:
+def _check_plugin(platform: str, package: str, extra: str) -> None:
     """Raises an error where the plugin of a GPU's maker is missing, or not of JAX's version."""
-    wanted, have = platforms.version("jax"), platforms.version(package)
+    wanted, have = version("jax"), version(package)
     if not have:
         raise MissingCompiler(
             f"platform {platform} needs {package}, which is not installed; {install(extra)}"
@@ -122,24 +129,24 @@ def _check_plugin(platform: Platform, package: str, extra: str) -> None:
         )
 
 
-def _check_cuda(platform: Platform) -> None:
+def _check_cuda(platform: str) -> None:
     _check_plugin(platform, "jax-cuda13-plugin", "cuda")
-    if not platforms.version("nvidia-cuda-nvcc"):
+    if not version("nvidia-cuda-nvcc"):
         raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {install('cuda')}")
 
 
-def _find_rocm(platform: Platform) -> None:
+def _find_rocm(platform: str) -> None:
     _check_plugin(platform, _rocm.PACKAGE, "rocm")
-    if not platforms.version("pyelftools"):
+    if not version("pyelftools"):
         raise MissingCompiler(f"platform {platform} needs pyelftools; {install('rocm')}")
     _rocm.register()
 
 
-def _topology(platform: Platform, **options: str) -> Sequence[jax.Device]:
+def _topology(platform: str, **options: str) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     try:
-        return topologies.get_topology_desc(platform=platform.kind, **options).devices
+        return topologies.get_topology_desc(platform=platform.partition(":")[0], **options).devices
     except NotImplementedError as error:
         raise InputError(
             f"platform {platform}: its compiler is not available, because JAX started earlier and "

@@ -40,7 +40,7 @@ def by_host(kind: str, target: str, topology: str) -> tuple[int, int]:
 
     Raises InputError for more GPUs in a host than there are, and where the last one is not full.
     """
-    most = int(_facts(kind, target)["hosts_of"])
+    most = hosts_of(kind, target)
     *hosts, gpus = map(int, topology.split("x"))
     if hosts and gpus <= most:
         return hosts[0], gpus
@@ -50,6 +50,11 @@ def by_host(kind: str, target: str, topology: str) -> tuple[int, int]:
         f"platform {kind}:{target}:{topology}: {most} GPUs are joined in a host, and {gpus} are no "
         f"whole number of hosts; write for example {kind}:{target}:2x{most}"
     )
+
+
+def hosts_of(kind: str, target: str) -> int:
+    """How many GPUs a host has, or a rack that joins them as a host does."""
+    return int(_facts(kind, target)["hosts_of"])
 
 
 def memory_bytes(kind: str, target: str) -> int:

@@ -5,7 +5,6 @@ JAX is imported only where devices are asked for.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile._gpus import GPUS
+from nnx_pipeline.lab.compile._packages import TPU_ENVIRONMENT, matches, required, version
 from nnx_pipeline.lab.compile._settings import (
     TRITON_GEMM,
     Setting,
@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 KINDS = ("cpu", "tpu", *GPUS, "local")
 GEMMS = ("triton", "cublas")
-MOST_CPUS = 4_096  # virtual ones, which JAX makes one after the other
 MOST_DEVICES = 2**16  # of a topology: seven times the largest slice, and made within seconds
-
-# Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
-# slice so that it does not warn; the last lets several processes compile at the same time.
-TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-16",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 # The memory of one device in GiB: for a program that is too large the compiler (libtpu 0.0.42.1)
 # says "available HBM (95.74G)". A chip of v2, v3 and tpu7x is two devices there.
@@ -46,6 +36,7 @@ _TPU_MEMORY = {
     **{"v2": 7.48, "v3": 15.48, "v4": 30.75, "tpu7x": 94.75},
     **{"v5e": 15.75, "v5p": 95.74, "v6e": 31.25},
 }
+_FLAT = ("v2", "v3", "v5e", "v6e")  # whose slices have two dimensions
 # The slices of a TPU v5p by their number of chips.
 _V5P = {
     **{4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"},
@@ -54,10 +45,6 @@ _V5P = {
 
 
 _EXAMPLES = {"tpu": "tpu:v5p:2x2x2", "cuda": "cuda:h100:8", "rocm": "rocm:mi300x:8"}
-
-
-class MissingCompiler(InputError):
-    """Raised when the compiler of a platform is not installed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +146,7 @@ class Platform:
         """
         from nnx_pipeline.lab.compile import _devices
 
-        return _devices.devices(self, needed)
+        return _devices.devices(self.kind, self.target, self.topology, needed)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -199,28 +186,19 @@ def default_platform(devices: int, *, on_mesh: bool) -> tuple[str, str]:
         why = f"as no slice of a TPU v5p has {counted(devices, 'device')}"
     if version("jax-cuda13-plugin") == version("jax") and version("nvidia-cuda-nvcc"):
         return f"cuda:h100:{devices}", why
+    if version("jax-rocm7-pjrt") == version("jax") and version("pyelftools"):
+        return f"rocm:mi300x:{devices}", why
     if why.startswith("as its"):
         why = "as no compiler of an accelerator is installed"
     return "cpu", f"{why}; its figures mislead, so install one: {install('tpu')}"
 
 
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def required(extra: str, package: str) -> str:
-    """The version that the installed JAX pins for one of its extras, such as `==0.0.42.*`."""
-    for requirement in importlib.metadata.requires("jax") or []:
-        name, _, marker = requirement.partition(";")
-        if name.strip().startswith(package) and f'"{extra}"' in marker:
-            return name.strip()[len(package) :].strip()
-    return ""
-
-
-def matches(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return not wanted or version in SpecifierSet(wanted)
+def targets() -> list[Platform]:
+    """One platform for each kind of accelerator that can be compiled for: a host of it."""
+    tpus = [Platform("tpu", name, "2x2" if name in _FLAT else "2x2x1") for name in _TPU_MEMORY]
+    gpus = [
+        Platform(kind, name, str(_gpus.hosts_of(kind, name)))
+        for kind in GPUS
+        for name in _gpus.targets(kind)
+    ]
+    return tpus + gpus

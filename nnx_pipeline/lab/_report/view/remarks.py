@@ -7,7 +7,7 @@ from typing import Literal
 
 from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report.view.buffers import buffer_rows
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler, megabytes
+from nnx_pipeline.lab._report.view.figures import TRITON, compiler, library, megabytes, products_by
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile._settings import written
@@ -56,12 +56,12 @@ def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
 
 def gemm_remarks(measured: Sequence[Measurement], *, hint: bool) -> list[Remark]:
     """By which library matrix products are; `hint` names the option that measures both."""
-    kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
+    kinds = list(dict.fromkeys(products_by(one) for one in measured if one.gemm))
     if not kinds:
         return []
-    text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
+    text = f"matrix products by {' and by '.join(kinds)}"
     band = "; --gemm both shows the range" if hint and len(kinds) == 1 else ""
-    either = " or ".join(GEMM_NAMES.values())
+    either = f"{TRITON} or {library(measured[0].platform)}"
     return [Remark(f"{text}; autotuning on a GPU may pick {either}{band}")]
 
 
