@@ -95,7 +95,9 @@ class Platform:
         if kind in GPUS:
             known = _gpus.targets(kind)
             if target not in known:
-                raise InputError(f"{what} has no such GPU; {nearest(target, known)}")
+                begun = [name for name in known if name.startswith(target)]  # such as a100
+                cure = f"choose {' or '.join(begun)}" if begun else nearest(target, known)
+                raise InputError(f"{what} has no such GPU; {cure}")
             if not re.fullmatch(r"([1-9][0-9]{0,4}x)?[1-9][0-9]{0,5}", topology):
                 raise InputError(
                     f"{what} needs a number of GPUs, or of hosts and of GPUs in each such as 4x8, "
