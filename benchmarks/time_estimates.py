@@ -131,7 +131,79 @@ OTHERS = (
         measured=step_of(12, 3899),
     ),
 )
-ALL = (*VARIANTS, *OTHERS)
+LLAMA_405B = {
+    "model.embed_dim": "16384",
+    "model.mlp_dim": "53248",
+    "model.num_layers": "126",
+    "model.num_heads": "128",
+    "model.num_kv_heads": "8",
+}
+# Its feed-forward block has no gate: two products of 49,152 units are as many operations as three
+# of 32,768.
+GPT3_175B = {
+    "model.embed_dim": "12288",
+    "model.mlp_dim": "32768",
+    "model.num_layers": "96",
+    "model.num_heads": "96",
+    "model.num_kv_heads": "96",
+    "model.head_dim": "128",
+    "model.vocab_size": "50304",
+}
+
+
+def tokens_of(length: int) -> dict[str, str]:
+    return FLASH | {"train.sequence_length": str(length)}
+
+
+KEPT = {"pipeline.remat": "save_qkv_proj"}
+RECIPES = (
+    Row(
+        *("DeepSeek2-16B, 4 v5p", "deepseek-v2-lite", "tpu:v5p:2x2x1", "fsdp=4", 24),
+        options=tokens_of(2048) | GROUPED,
+        measured=5.667,
+    ),
+    Row(
+        *("Llama3.1-8B, 8 v6e", "llama3.1-8b", "tpu:v6e:2x4", "fsdp=8", 3),
+        options=tokens_of(8192) | KEPT,
+        measured=3.443,
+    ),
+    Row(
+        *("Llama3.1-8B, 64 v6e", "llama3.1-8b", "tpu:v6e:8x8", "fsdp=64", 5),
+        options=tokens_of(8192) | KEPT,
+        measured=5.652,
+    ),
+    Row(
+        *("Mistral-7B, 8 v6e", "mistral-7b", "tpu:v6e:2x4", "fsdp=8", 6),
+        options=tokens_of(8192) | KEPT,
+        measured=6.320,
+    ),
+    Row(
+        *("Llama3.1-405B, 512 v5p", "llama3.1-8b", "tpu:v5p:8x8x8", "fsdp=512", 2),
+        options=tokens_of(8192) | LLAMA_405B | {"train.loss_chunks": "4"},
+        measured=131.474,
+    ),
+    Row(
+        *("GPT3-175B, 512 v5p, int8", "llama2-7b", "tpu:v5p:8x8x8", "fsdp=64,tensor=8", 4),
+        options=tokens_of(2048) | GPT3_175B | {"model.quantization": "int8"},
+        measured=22.197,
+    ),
+    Row(
+        *("Llama3.1-70B, 64 tpu7x", "llama3.1-8b", "tpu:tpu7x:4x4x4", "fsdp=128", 2),
+        options=tokens_of(8192) | LLAMA_70B | SAVED,
+        measured=12.20,
+    ),
+    Row(
+        *("Llama3.1-70B, 256 H200", "llama3.1-8b", "cuda:h200:32x8", "data=2,fsdp=128", 2),
+        options=tokens_of(8192) | LLAMA_70B | SAVED,
+        measured=15.516,
+    ),
+    Row(
+        *("Llama2-7B, 8 H100", "llama2-7b", "cuda:h100:8", "fsdp=8", 2),
+        options=tokens_of(4096) | {"pipeline.remat": "minimal"},
+        measured=0.721,
+    ),
+)
+ALL = (*VARIANTS, *OTHERS, *RECIPES)
 # MaxText's own program, main of August 2026 with flash attention, compiled by JAX 0.10.2 with
 # libtpu 0.0.42.1: seconds of compute without the kernels, by the same cycles as ours.
 PEER_COMPUTE = {"gathered once, auto": 4.559, "ZeRO-1, auto": 4.636}
@@ -403,10 +475,11 @@ def wrapped(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only runs with it in the name")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in ALL:
-        if asked.missing and row.what in results:
+        if asked.only not in row.what or (asked.missing and row.what in results):
             continue
         results[row.what] = measure(row)
         write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
