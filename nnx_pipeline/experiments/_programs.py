@@ -89,7 +89,8 @@ def prepare(
 
     def measured() -> Measurement:
         found = lowered.measure()
-        time = found.time
+        time, train = found.time, program.config.train
+        tokens = train.global_batch * train.sequence_length
         if time is not None and program.kind == "step":
             needed = useful_flops(program.config, sizes)
             time = time.of_model(needed, bubble_share(program.config, sizes))
@@ -99,6 +100,7 @@ def prepare(
             time=time,
             floor=floor(program.config, sizes, platform) if is_own else None,
             choices=taken,
+            tokens=tokens if program.kind == "step" else None,
         )
 
     return measured

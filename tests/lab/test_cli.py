@@ -67,7 +67,8 @@ def test_help_has_three_groups_and_a_first_command(run: Run) -> None:
         name: re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE)
         for name, text in zip(groups[::2], groups[1::2], strict=True)
     }
-    assert found["Measure a program"] == ["measure", "compare", "memory", "lint"]
+    measuring = ["measure", "compare", "memory", "lint", "platforms"]
+    assert found["Measure a program"] == measuring
     assert found["Train a model"] == ["generate", "models", "schedule", "train"]
     assert found["Checkpoints"] == ["linen-compat"]
     assert "Begin with: nnx-pipeline measure " in shown

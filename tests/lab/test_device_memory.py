@@ -165,15 +165,15 @@ def test_both_kinds_for_functions_of_ones_own(run: Run, command: str) -> None:
 
 
 def test_the_compiler_is_told() -> None:
-    triton, cublas = Target("", "cuda:h100:8", "both").platforms()
+    triton, cublas = Target("", ("cuda:h100:8",), "both").platforms()
     assert triton == Platform.parse("cuda:h100:8")
     assert triton.compiler_options == {"xla_gpu_enable_triton_gemm": True}
-    assert Target("", "cuda:h100:8", None).platforms() == [triton, cublas]
-    assert Target("", "cuda:h100:8", "cublas").platforms() == [cublas]
-    assert Target("", "cpu", None).platforms() == [Platform.parse("cpu")]
+    assert Target("", ("cuda:h100:8",), None).platforms() == [triton, cublas]
+    assert Target("", ("cuda:h100:8",), "cublas").platforms() == [cublas]
+    assert Target("", ("cpu",), None).platforms() == [Platform.parse("cpu")]
     assert cublas.compiler_options == {"xla_gpu_enable_triton_gemm": False}
     assert entry_key(triton, "x") != entry_key(cublas, "x")
     with pytest.raises(InputError, match="did you mean 'cublas'"):
-        Target("", "cuda:h100:8", "cublass").platforms()
+        Target("", ("cuda:h100:8",), "cublass").platforms()
     with pytest.raises(InputError, match="applies only to GPUs; leave it out with cpu"):
-        Target("", "cpu", "both").platforms()
+        Target("", ("cpu",), "both").platforms()

@@ -287,7 +287,8 @@ def test_a_shell_completes_names() -> None:
     assert names(completion.axes, "stage=4,") == [
         f"stage=4,{axis}=" for axis in ("data", "fsdp", "tensor", "expert", "context")
     ]
-    assert names(completion.platforms, "cuda") == ["cuda:h100:8", "cuda:h200:8"]
+    assert names(completion.platforms, "cuda:h") == ["cuda:h100:8", "cuda:h200:8"]
+    assert names(completion.platforms, "rocm:mi300") == ["rocm:mi300x:8"]
     for platform in completion.PLATFORMS:
         Platform.parse(platform)
     parameters = {

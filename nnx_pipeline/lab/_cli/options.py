@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from nnx_pipeline.lab._cli import completion
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
-from nnx_pipeline.lab._cli.values import Chosen, Measuring, Place, Target
+from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
 from nnx_pipeline.lab.mesh import AXES
 
@@ -148,10 +148,11 @@ _PLATFORM: dict[str, Any] = {"metavar": "PLATFORM", "shell_complete": completion
 # Of what measures: the figures of a CPU mislead, and a compiler needs no accelerator.
 platform_option = click.option(
     "--platform",
-    default="",
+    "named",
+    multiple=True,
     envvar="NNX_PIPELINE_PLATFORM",
     show_default="an installed compiler, of a TPU first",
-    help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
+    help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 … (nnx-pipeline platforms lists them).",
     **_PLATFORM,
 )
 run_option = click.option(
@@ -164,10 +165,29 @@ run_option = click.option(
 
 place_options = bundled("place", Place, mesh_option(), run_option)
 
+cost_options = bundled(
+    "costing",
+    Costing,
+    click.option(
+        "--price",
+        "prices",
+        multiple=True,
+        metavar="[PLATFORM=]PRICE",
+        help="What a chip costs per hour, such as 4.2, or cuda:h100=2.9 for one kind of chip; says "
+        "what tokens cost. May be repeated.",
+    ),
+    click.option(
+        "--tokens",
+        type=COUNT,
+        metavar="N",
+        help="The tokens of a step of your function, on all devices.",
+    ),
+)
+
 gemm_option = click.option(
     "--gemm",
     metavar="triton|cublas|both",
-    help="What computes matrix products on cuda platforms. Programs are compiled without a GPU, "
+    help="What computes matrix products on GPUs. Programs are compiled without a GPU, "
     "which would choose by autotuning; so the default is both, and both results are shown where "
     "they differ.",
 )

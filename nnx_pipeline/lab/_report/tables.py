@@ -47,6 +47,7 @@ def measurement_view(
         _traffic(measurement),
         Text(f"matrix products: {_products(measurement)}"),
         time_table(measurement.time),
+        *texts(remarks.rate_remarks(measurement)),
         *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]

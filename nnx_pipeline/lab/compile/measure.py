@@ -1,6 +1,7 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
+import math
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._hlo.module import fingerprint
 from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.rate import Rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab._tracing.constraints import Constraint, constraints_of
 from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
@@ -66,6 +68,8 @@ class Measurement:
     - `floor`: what any program for this step must hold and take; None for other programs.
     - `choices`: what was taken where the config leaves something open, by name; its entries are
       keys of the JSON.
+    - `tokens`: of a step, on all devices; None where nothing says so.
+    - `price`: of a chip for an hour, as the user gave it.
     """
 
     platform: str
@@ -94,6 +98,8 @@ class Measurement:
     notes: tuple[str, ...] = ()
     floor: Floor | None = None
     choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    tokens: int | None = None
+    price: float | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -148,10 +154,26 @@ class Measurement:
         # Without the account constants are missing, so that nothing says that the program fits.
         return None if self.memory.account_bytes is None else False
 
+    @property
+    def chips(self) -> int:
+        """On how many chips it runs, some of which are two devices."""
+        per_chip = Platform.parse(self.platform).devices_per_chip
+        return math.ceil(math.prod(self.mesh.values()) / per_chip)
+
+    @property
+    def rate(self) -> Rate | None:
+        """Tokens per second and their cost; None where tokens or the time of a step are unknown."""
+        seconds = self.time.step_seconds if self.time else None
+        if not self.tokens or not seconds:
+            return None
+        return Rate(chips=self.chips, tokens=self.tokens, seconds=seconds, price=self.price)
+
     def to_json(self) -> dict[str, Any]:
         """The measurement as `measure --json` writes it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured", "choices"):
+            del fields[name]
+        for name in ("tokens", "price"):  # `rate` has them
             del fields[name]
         return {
             "schema": 1,
@@ -160,6 +182,7 @@ class Measurement:
             "account": self.account.to_json(),
             "time": self.time.to_json() if self.time else dict.fromkeys(KEYS),
             "floor": self.floor.to_json() if self.floor else None,
+            "rate": self.rate.to_json() if self.rate else None,
             **self.choices,
             "exceeds_device_memory": self.exceeds_device_memory,
         }

@@ -30,8 +30,9 @@ KINDS = ("cpu", "tpu", *GPUS, "local")
 GEMMS = ("triton", "cublas")
 MOST_DEVICES = 2**16  # of a topology: seven times the largest slice, and made within seconds
 
+_TWO_CORES = ("v2", "v3", "tpu7x")  # TPUs of which a chip is two devices
 # The memory of one device in GiB: for a program that is too large the compiler (libtpu 0.0.42.1)
-# says "available HBM (95.74G)". A chip of v2, v3 and tpu7x is two devices there.
+# says "available HBM (95.74G)".
 _TPU_MEMORY = {
     **{"v2": 7.48, "v3": 15.48, "v4": 30.75, "tpu7x": 94.75},
     **{"v5e": 15.75, "v5p": 95.74, "v6e": 31.25},
@@ -130,6 +131,10 @@ class Platform:
     @property
     def is_gpu(self) -> bool:
         return self.kind in GPUS
+
+    @property
+    def devices_per_chip(self) -> int:
+        return 2 if self.target in _TWO_CORES else 1
 
     @property
     def is_real(self) -> bool:

@@ -1,5 +1,6 @@
 """The sentences beside the figures of a report: compiler, settings, notes and warnings."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Literal
 from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report.view.buffers import buffer_rows
 from nnx_pipeline.lab._report.view.figures import TRITON, compiler, library, megabytes, products_by
+from nnx_pipeline.lab._timing.rate import MILLION, TRILLION
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile._settings import written
@@ -48,6 +50,20 @@ def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
         for setting in one.xla_left_out
     )
     return [*map(Remark, settings_lines(measured)), *warnings(left_out)]
+
+
+def rate_remarks(measured: Measurement) -> list[Remark]:
+    """Tokens per second and, where the user gave a price, what they cost."""
+    rate, time = measured.rate, measured.time
+    if rate is None or time is None:
+        return []
+    least, most = ("≥ ", "≤ ") if time.is_lower_bound else ("", "")
+    text = f"{rate.tokens:,} tokens in a step, {most}{rate.per_chip_second:,.0f} per chip-second"
+    if rate.price is not None:
+        million, trillion = rate.cost_of(MILLION), rate.cost_of(TRILLION)
+        text += f"; at {rate.price:g} per chip-hour {least}{million:,.4f} per million tokens and "
+        text += f"{least}{trillion:,.0f} per trillion"
+    return [Remark(text)]
 
 
 def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
@@ -134,21 +150,31 @@ def headed(title: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def unread_lines(measured: Sequence[Measurement]) -> list[str]:
-    """One line for each kind of instruction or text that figures leave out."""
-    groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
+    """One line for each reason why figures leave out instructions or texts."""
+    groups: dict[tuple[tuple[str, ...], str], dict[tuple[str, str], Unread]] = defaultdict(dict)
     for measurement in measured:
         for item in measurement.unread:
-            groups[item.figures, item.what, item.reason][item.name] = item
+            groups[item.figures, item.reason][item.what, item.name] = item
     return [_line(list(items.values())) for items in groups.values()]
 
 
 def _line(items: list[Unread]) -> str:
     first = items[0]
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
-    names = [_called(item) for item in items[:SHOWN] if item.name]
-    names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    # The first of each kind first, and those of a kind beside each other.
+    by_kind = [
+        [one for one in items if one.what == what]
+        for what in dict.fromkeys(one.what for one in items)
+    ]
+    shown = [one for turn in itertools.zip_longest(*by_kind) for one in turn if one][:SHOWN]
+    kinds = [
+        f"{kind[0].what} {', '.join(_called(one) for one in kind if one in shown and one.name)}"
+        for kind in by_kind
+        if kind[0] in shown
+    ]
+    rest = [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
     how = "only a lower bound" if first.figures == ("time_bound",) else "not"
-    return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
+    return f"{how} in {figures}: {', '.join([*map(str.strip, kinds), *rest])}: {first.reason}"
 
 
 def _called(item: Unread) -> str:
