@@ -115,28 +115,29 @@ def _tpu_devices(platform: str, target: str, topology: str) -> Sequence[jax.Devi
     return _topology(platform, topology_name=f"{target}:{topology}", **chip)
 
 
-def _check_plugin(platform: str, package: str, extra: str) -> None:
-    """Raises an error where the plugin of a GPU's maker is missing, or not of JAX's version."""
-    wanted, have = version("jax"), version(package)
+def _check_plugin(platform: str, package: str, extra: str, wanted: str) -> None:
+    """Raises an error where the plugin of a GPU's maker is missing, or is not `wanted`."""
+    have = version(package)
     if not have:
         raise MissingCompiler(
             f"platform {platform} needs {package}, which is not installed; {install(extra)}"
         )
-    if have != wanted:
+    if not matches(have, wanted):
         raise InputError(
-            f"platform {platform} needs {package} {wanted}, the version of jax, and found {have}; "
-            f"{install(extra)}"
+            f"platform {platform} needs {package}{wanted} for jax {version('jax')} and found "
+            f"{have}; {install(extra)}"
         )
 
 
 def _check_cuda(platform: str) -> None:
-    _check_plugin(platform, "jax-cuda13-plugin", "cuda")
+    _check_plugin(platform, "jax-cuda13-plugin", "cuda", f"=={version('jax')}")
     if not version("nvidia-cuda-nvcc"):
         raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {install('cuda')}")
 
 
 def _find_rocm(platform: str) -> None:
-    _check_plugin(platform, _rocm.PACKAGE, "rocm")
+    wanted = required("rocm7-local", "jax-rocm7-plugin")  # whose version is that of the compiler
+    _check_plugin(platform, _rocm.PACKAGE, "rocm", wanted)
     if not version("pyelftools"):
         raise MissingCompiler(f"platform {platform} needs pyelftools; {install('rocm')}")
     _rocm.register()

@@ -193,7 +193,7 @@ def default_platform(devices: int, *, on_mesh: bool) -> tuple[str, str]:
         why = f"as no slice of a TPU v5p has {counted(devices, 'device')}"
     if version("jax-cuda13-plugin") == version("jax") and version("nvidia-cuda-nvcc"):
         return f"cuda:h100:{devices}", why
-    if version("jax-rocm7-pjrt") == version("jax") and version("pyelftools"):
+    if version("jax-rocm7-pjrt") and version("pyelftools"):
         return f"rocm:mi300x:{devices}", why
     if why.startswith("as its"):
         why = "as no compiler of an accelerator is installed"
