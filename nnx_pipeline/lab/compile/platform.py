@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile._gpus import GPUS
 from nnx_pipeline.lab.compile._settings import (
+    COST_MODEL,
     TRITON_GEMM,
     Setting,
     check_kind,
@@ -169,7 +170,11 @@ class Platform:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """Compiler options that override XLA_FLAGS and the options of a jitted function."""
-        own = {TRITON_GEMM: self.gemm == "triton"} if self.is_gpu else {}
+        own: dict[str, str | bool] = {}
+        if self.is_gpu:
+            own[TRITON_GEMM] = self.gemm == "triton"
+            if not _gpus.why_no_model(self.kind, self.target):
+                own[COST_MODEL] = True
         return {**own, **{one.name: one.value for one in self.xla}}
 
     def memory_bytes(self) -> int | None:

@@ -26,7 +26,9 @@ FIGURES = {
     "account": "the account",
     "time": "the estimated time",
     "time_bound": "the estimated time",
+    "time_rule": "the estimated time",
 }
+_HOW = {("time_bound",): "only a lower bound", ("time_rule",): "only by a rule"}
 SHOWN = 3  # instructions that a line names
 Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
@@ -147,7 +149,7 @@ def _line(items: list[Unread]) -> str:
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
     names = [_called(item) for item in items[:SHOWN] if item.name]
     names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
+    how = _HOW.get(first.figures, "not")
     return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
 
 
