@@ -35,8 +35,8 @@ class Time:
       `roofline`, a lower bound.
     - `known_seconds`: the sum over the instructions whose time is known, but collectives;
       `compute_seconds`: the same where that is all of them.
-    - `collective_seconds`: the sum over all collectives, from their bytes and the links, or by XLA's
-      model.
+    - `collective_seconds`: the sum over all collectives, from their bytes and the links, or by
+      XLA's model.
     - `exposed_seconds`, `memory_wait_seconds`: how long the compute waits for collectives, and for
       transfers between memory and chip, or memory and host.
     - `host_seconds`: how long transfers to and from the host go on, waited for or not.

@@ -28,7 +28,7 @@ FIGURES = {
     "time_bound": "the estimated time",
     "time_rule": "the estimated time",
 }
-_HOW = {("time_bound",): "only a lower bound", ("time_rule",): "only by a rule"}
+_HOW = {"time_bound": "only a lower bound", "time_rule": "only by a rule"}
 SHOWN = 3  # instructions that a line names
 Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
@@ -149,7 +149,7 @@ def _line(items: list[Unread]) -> str:
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
     names = [_called(item) for item in items[:SHOWN] if item.name]
     names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    how = _HOW.get(first.figures, "not")
+    how = _HOW.get(first.figures[0], "not")
     return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
 
 
