@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jax
 import pytest
 from helpers import missing, run_fresh, user_environment
 
@@ -386,13 +387,16 @@ print(json.dumps(found.to_json()))
         ("all-gather", "cuda:h100:8", 8, 129.38),
         ("all-reduce", "cuda:h100:8", 8, 225.89),
         ("all-gather", "cuda:h100:2x8", 16, 304.99),
-        ("all-gather", "cuda:h100:4x8", 32, None),
-        ("reduce-scatter", "cuda:h100:8", 8, None),
-        ("all-to-all", "cuda:h100:2x8", 16, None),
+        ("all-gather", "cuda:h100:4x8", 32, 384.68),
+        ("reduce-scatter", "cuda:h100:8", 8, 133.54),
+        ("reduce-scatter", "cuda:h100:2x8", 16, 305.04),
+        ("all-to-all", "cuda:h100:8", 8, 132.51),
     ],
 )
-def test_figures_by_hand(what: str, platform: str, devices: int, micros: float | None) -> None:
-    """XLA's figures of one product and of one collective; None is for one that was not read."""
+def test_figures_by_hand(what: str, platform: str, devices: int, micros: float) -> None:
+    """One product, and one collective of 33.5 MB."""
+    if "-" in what and jax.__version_info__ >= (0, 11):
+        pytest.skip("XLA leaves out the figures of collectives that nothing runs beside")
     done = run_fresh(BY_HAND, what, platform, str(devices), environment=user_environment())
     assert done.code == 0, done.err
     found: dict[str, Any] = done.json

@@ -74,7 +74,7 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
 def with_costs(text: str, compiled: jax.stages.Compiled) -> str:
     """The text of a program with the list of costs in each start whose text has an empty one."""
     executable: Any = compiled.runtime_executable()
-    if '"sol"' not in text or not _NO_COSTS.search(text) or executable is None:
+    if not _NO_COSTS.search(text) or executable is None:
         return text
     costs: dict[str, str] = {}
     try:

@@ -24,6 +24,7 @@ from nnx_pipeline.lab.compile import _figures as figures
 from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
+from nnx_pipeline.lab.compile._settings import COST_MODEL
 from nnx_pipeline.lab.compile._tables import with_costs, with_tables
 from nnx_pipeline.lab.compile.platform import Platform
 
@@ -230,7 +231,9 @@ class Lowered:
         )
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
-        hlo = with_costs(with_tables(compiled.as_text() or "", compiled), compiled)
+        hlo = with_tables(compiled.as_text() or "", compiled)
+        if self.platform.compiler_options.get(COST_MODEL):
+            hlo = with_costs(hlo, compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
         program = figures.read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
