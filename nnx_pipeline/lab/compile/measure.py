@@ -240,6 +240,8 @@ class Lowered:
         memory = _memory(analysis, heap_bytes(text), program.assigned)
         notes = [*figures.dropped_arguments(compiled), *figures.lost_donations(compiled, hlo)]
         notes += figures.scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        if program.time and (why := self.platform.why_a_roofline):
+            notes.append(f"the estimated time is a roofline, because {why}")
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:

@@ -173,9 +173,14 @@ class Platform:
         own: dict[str, str | bool] = {}
         if self.is_gpu:
             own[TRITON_GEMM] = self.gemm == "triton"
-            if not _gpus.why_no_model(self.kind, self.target):
+            if not self.why_a_roofline:
                 own[COST_MODEL] = True
         return {**own, **{one.name: one.value for one in self.xla}}
+
+    @property
+    def why_a_roofline(self) -> str:
+        """Why XLA has no model of the time of this GPU; "" if it has one, and for no GPU."""
+        return _gpus.why_no_model(self.kind, self.target) if self.is_gpu else ""
 
     def memory_bytes(self) -> int | None:
         """Bytes of memory of one device; None where that is not known."""
