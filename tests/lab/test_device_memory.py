@@ -167,11 +167,12 @@ def test_both_kinds_for_functions_of_ones_own(run: Run, command: str) -> None:
 def test_the_compiler_is_told() -> None:
     triton, cublas = Target("", ("cuda:h100:8",), "both").platforms()
     assert triton == Platform.parse("cuda:h100:8")
-    assert triton.compiler_options == {"xla_gpu_enable_triton_gemm": True}
+    gemm, asked = "xla_gpu_enable_triton_gemm", {"xla_gpu_collect_cost_model_stats": True}
+    assert triton.compiler_options == {gemm: True, **asked}
     assert Target("", ("cuda:h100:8",), None).platforms() == [triton, cublas]
     assert Target("", ("cuda:h100:8",), "cublas").platforms() == [cublas]
     assert Target("", ("cpu",), None).platforms() == [Platform.parse("cpu")]
-    assert cublas.compiler_options == {"xla_gpu_enable_triton_gemm": False}
+    assert cublas.compiler_options == {gemm: False, **asked}
     assert entry_key(triton, "x") != entry_key(cublas, "x")
     with pytest.raises(InputError, match="did you mean 'cublas'"):
         Target("", ("cuda:h100:8",), "cublass").platforms()

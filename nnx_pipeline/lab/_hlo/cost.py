@@ -31,7 +31,8 @@ class Unread:
     name: str  # of the instruction, "" for a text
     what: str  # its opcode, or the target of a custom call; or which text
     # Of `flops`, `collectives`, `time`, `buffers` (roles and source lines), `account`; `time_bound`
-    # alone is an instruction that counts in the time with the least that it takes.
+    # alone is an instruction that counts in the time with the least that it takes, `time_rule` one
+    # that counts by a rule, where there is no estimate.
     figures: tuple[str, ...]
     executed: int | None  # per step, None where that is not known
     reason: str

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Basis = Literal["cycles", "roofline"]
+Basis = Literal["cycles", "xla-model", "roofline"]
 Pass = Literal["forward", "recomputed", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputed", "backward")
 
@@ -31,10 +31,12 @@ class TimeRow:
 class Time:
     """How long one step of a program takes on each device; None for what the program does not say.
 
-    - `basis`: `cycles` by the TPU compiler's estimates, or `roofline`, a lower bound.
+    - `basis`: `cycles` by the TPU compiler's estimates, `xla-model` by XLA's own model of a GPU, or
+      `roofline`, a lower bound.
     - `known_seconds`: the sum over the instructions whose time is known, but collectives;
       `compute_seconds`: the same where that is all of them.
-    - `collective_seconds`: the sum over all collectives, from their bytes and the links.
+    - `collective_seconds`: the sum over all collectives, from their bytes and the links, or by
+      XLA's model.
     - `exposed_seconds`, `memory_wait_seconds`: how long the compute waits for collectives, and for
       transfers between memory and chip, or memory and host.
     - `host_seconds`: how long transfers to and from the host go on, waited for or not.

@@ -9,6 +9,7 @@ from typing import Any
 from nnx_pipeline.lab.errors import InputError
 
 GPUS = ("cuda", "rocm")  # the makers: NVIDIA and AMD
+_OURS = ("hosts_of", "no_model")  # what XLA's compiler is not told
 
 
 @functools.cache
@@ -64,8 +65,12 @@ def memory_bytes(kind: str, target: str) -> int:
 def description(kind: str, target: str) -> str:
     """The description of a GPU in the text format of XLA's `GpuTargetConfigProto`."""
     facts = _facts(kind, target)
-    del facts["hosts_of"]
-    return _as_text(facts)
+    return _as_text({name: value for name, value in facts.items() if name not in _OURS})
+
+
+def why_no_model(kind: str, target: str) -> str:
+    """Why XLA has no model of the time of a GPU; "" if it has one."""
+    return str(_facts(kind, target).get("no_model", ""))
 
 
 def _as_text(fields: Mapping[str, Any]) -> str:

@@ -12,6 +12,8 @@ from nnx_pipeline.lab.errors import InputError, nearest
 
 # The setting that `--gemm` stands for.
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+# With it XLA writes what its model of a GPU says of the time into the program.
+COST_MODEL = "xla_gpu_collect_cost_model_stats"
 _EXAMPLE = "xla_tpu_scoped_vmem_limit_kib=65536"
 _BOOLEANS = {"true": True, "false": False}
 # The compilers of the other platforms accept some of these names and do nothing with them.

@@ -26,7 +26,8 @@ from nnx_pipeline.lab.compile import _figures as figures
 from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
-from nnx_pipeline.lab.compile._tables import with_tables
+from nnx_pipeline.lab.compile._settings import COST_MODEL
+from nnx_pipeline.lab.compile._tables import with_costs, with_tables
 from nnx_pipeline.lab.compile.platform import Platform
 
 Progress = Callable[[str], None]
@@ -254,12 +255,16 @@ class Lowered:
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
         hlo = with_tables(compiled.as_text() or "", compiled)
+        if self.platform.compiler_options.get(COST_MODEL):
+            hlo = with_costs(hlo, compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
         program = figures.read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
         notes = [*figures.dropped_arguments(compiled), *figures.lost_donations(compiled, hlo)]
         notes += figures.scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        if program.time and (why := self.platform.why_a_roofline):
+            notes.append(f"the estimated time is a roofline, because {why}")
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:

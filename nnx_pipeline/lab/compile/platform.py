@@ -15,6 +15,7 @@ from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile._gpus import GPUS
 from nnx_pipeline.lab.compile._packages import TPU_ENVIRONMENT, matches, required, version
 from nnx_pipeline.lab.compile._settings import (
+    COST_MODEL,
     TRITON_GEMM,
     Setting,
     check_kind,
@@ -163,8 +164,17 @@ class Platform:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """Compiler options that override XLA_FLAGS and the options of a jitted function."""
-        own = {TRITON_GEMM: self.gemm == "triton"} if self.is_gpu else {}
+        own: dict[str, str | bool] = {}
+        if self.is_gpu:
+            own[TRITON_GEMM] = self.gemm == "triton"
+            if not self.why_a_roofline:
+                own[COST_MODEL] = True
         return {**own, **{one.name: one.value for one in self.xla}}
+
+    @property
+    def why_a_roofline(self) -> str:
+        """Why XLA has no model of the time of this GPU; "" if it has one, and for no GPU."""
+        return _gpus.why_no_model(self.kind, self.target) if self.is_gpu else ""
 
     def memory_bytes(self) -> int | None:
         """Bytes of memory of one device; None where that is not known."""

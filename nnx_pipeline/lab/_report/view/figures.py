@@ -71,6 +71,8 @@ def relative_change(before: float, after: float) -> str:
 def basis_of(time: Time) -> str:
     if time.basis == "cycles":
         return "by the compiler's cycles"
+    if time.basis == "xla-model":
+        return "by XLA's own model of the GPU"
     return (
         "a roofline of the longest branches"
         if time.is_open

@@ -28,7 +28,9 @@ FIGURES = {
     "account": "the account",
     "time": "the estimated time",
     "time_bound": "the estimated time",
+    "time_rule": "the estimated time",
 }
+_HOW = {"time_bound": "only a lower bound", "time_rule": "only by a rule"}
 SHOWN = 3  # instructions that a line names
 Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
@@ -173,7 +175,7 @@ def _line(items: list[Unread]) -> str:
         if kind[0] in shown
     ]
     rest = [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
+    how = _HOW.get(first.figures[0], "not")
     return f"{how} in {figures}: {', '.join([*map(str.strip, kinds), *rest])}: {first.reason}"
 
 
