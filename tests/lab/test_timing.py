@@ -20,7 +20,8 @@ from nnx_pipeline.lab._report.view.figures import basis_of, estimated
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of
 from nnx_pipeline.lab._timing.estimate import Estimate
-from nnx_pipeline.lab._timing.links import Links, groups_of, pairs_of
+from nnx_pipeline.lab._timing.groups import groups_of, pairs_of
+from nnx_pipeline.lab._timing.links import Links
 from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab.compile._cache import restored

@@ -65,7 +65,16 @@ def measure_command(
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
         options.check_alone(
-            "across", "name", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
+            "across",
+            "name",
+            "model",
+            "assignments",
+            "mesh",
+            "dcn",
+            "platform",
+            "gemm",
+            "xla",
+            "json_path",
         )
         from nnx_pipeline.lab._cli.across import run_across
 

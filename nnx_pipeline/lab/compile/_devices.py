@@ -103,9 +103,13 @@ def _tpu_devices(platform: Platform) -> Sequence[jax.Device]:
         )
     _set(platform.environment)
     # Where programs run both cores of a v4 are one device; by default the compiler has two.
-    chip = {"chip_config_name": "megacore"} if platform.target == "v4" else {}
-    name = f"{platform.target}:{platform.topology}"
-    return _topology(platform, topology_name=name, **chip)
+    options: dict[str, str | int] = {}
+    if platform.target == "v4":
+        options["chip_config_name"] = "megacore"
+    shape, _, slices = platform.topology.partition("*")
+    if slices:
+        options["num_slices"] = int(slices)
+    return _topology(platform, topology_name=f"{platform.target}:{shape}", **options)
 
 
 def _check_plugin(platform: Platform, package: str, extra: str) -> None:
@@ -135,7 +139,7 @@ def _find_rocm(platform: Platform) -> None:
     _rocm.register()
 
 
-def _topology(platform: Platform, **options: str) -> Sequence[jax.Device]:
+def _topology(platform: Platform, **options: str | int) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     try:

@@ -26,6 +26,7 @@ from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, 
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
 from nnx_pipeline.lab.compile._tables import with_tables
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.mesh import divided_over
 
 Progress = Callable[[str], None]
 
@@ -36,6 +37,8 @@ class Measurement:
 
     - `platform`: what it was compiled for, as `Platform.parse` reads it.
     - `mesh`: the size of each mesh axis.
+    - `dcn`: the axes that cross slices of a TPU, or hosts where there is one slice or none, each
+      with the number of these along it.
     - `config`: what was compiled: the config, or the function and the shapes of its arguments.
     - `memory`: bytes per device, as the compiler reports them.
     - `flops`: floating-point operations of all matrix products, per device and step; None if they
@@ -94,6 +97,7 @@ class Measurement:
     notes: tuple[str, ...] = ()
     floor: Floor | None = None
     choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -196,6 +200,7 @@ class Lowered:
     platform: Platform
     clock: "Clock"
     mesh: dict[str, int]
+    dcn: dict[str, int]
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
@@ -215,6 +220,7 @@ class Lowered:
         return Measurement(
             platform=str(platform),
             mesh=self.mesh,
+            dcn=self.dcn,
             config=self.config,
             memory=found.memory,
             xla_flops=found.costs.get("flops"),
@@ -276,6 +282,7 @@ def lower_traced(
         platform=platform,
         clock=clock,
         mesh=mesh,
+        dcn=divided_over(jax.sharding.get_mesh()),
         config=config,
     )
 
