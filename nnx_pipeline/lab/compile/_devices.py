@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -103,7 +104,7 @@ def _tpu_devices(platform: Platform) -> Sequence[jax.Device]:
         )
     _set(platform.environment)
     # Where programs run both cores of a v4 are one device; by default the compiler has two.
-    options: dict[str, str | int] = {}
+    options: dict[str, Any] = {}
     if platform.target == "v4":
         options["chip_config_name"] = "megacore"
     shape, _, slices = platform.topology.partition("*")
@@ -139,7 +140,7 @@ def _find_rocm(platform: Platform) -> None:
     _rocm.register()
 
 
-def _topology(platform: Platform, **options: str | int) -> Sequence[jax.Device]:
+def _topology(platform: Platform, **options: Any) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     try:
