@@ -958,14 +958,6 @@ def test_a_line_with_ends_sends_one_way() -> None:
     assert across == pytest.approx(8 * MB / 50e9 + 3e-6)  # 2 × 2 parts of 2 MB over the middle
 
 
-def test_links_of_which_nothing_is_known() -> None:
-    many = Links(DEVICES["cuda", "h100"], (16,), tuple((number,) for number in range(16)))
-    assert many.seconds("all-gather", MB, (tuple(range(16)),)) is None
-    assert many.seconds("collective-permute", MB, ((7, 8),)) is None
-    assert many.seconds("all-gather", MB, (tuple(range(8)), tuple(range(8, 16)))) is not None
-    assert many.seconds("all-gather", MB, ((0, 16),)) is None  # a device that is not there
-
-
 def test_a_switch_joins_all_alike() -> None:
     device = DEVICES["cuda", "h100"]
     links = Links(device, (8,), tuple((number,) for number in range(8)))
