@@ -25,9 +25,9 @@ MB, GB, US = 1e6, 1e9, 1e-6
 # An array of 64 MB: the result of each kind, but for the reduce-scatter, whose result is a part of
 # it. Rates in GB/s each way, by the data sheets: NVLink 4 of an H100 450 and its card 50 (of
 # 400 Gb/s); NVLink 5 of a B200 900, card 50; Infinity Fabric of an MI300X 64 to each of seven
-# others, card 50; six links of a v5p and of a tpu7x 100 each, and 50 Gb/s of the data-centre network
-# for a v5p and for each half of a tpu7x; 600 between these halves. A step of a ring takes 5 µs on a
-# GPU and 1 on a TPU.
+# others, card 50; six links of a v5p and of a tpu7x 100 each, and 50 Gb/s of the data-centre
+# network for a v5p and for each half of a tpu7x; 600 between these halves. A step of a ring takes
+# 5 µs on a GPU and 1 on a TPU.
 BY_HAND = {
     # 8 GPUs, a ring of 7 steps: 7 of 8 parts of 8 MB come in.
     "cuda:h100:8": (56 / 450e3, 56 / 450e3, 112 / 450e3, 56 / 450e3, 64 / 450e3),
@@ -35,7 +35,7 @@ BY_HAND = {
     # All seven links at once, and one for a permutation.
     "rocm:mi300x:8": (8 / 64e3, 8 / 64e3, 16 / 64e3, 8 / 64e3, 64 / 64e3),
     # Two hosts. Within: 7 × 8 MB for each GPU as above, of an all-to-all 7 × 4 MB. Between: the
-    # other half of what the 8 cards of a host share, 4 MB each; of an all-to-all half of 64 MB each.
+    # other half of what the 8 cards of a host share, 4 MB each; of an all-to-all 32 MB each.
     "cuda:h100:2x8": (56 / 450e3, 56 / 450e3, 112 / 450e3, 32 / 50e3, 64 / 50e3),
     "cuda:b200:2x8": (4 / 50e3, 4 / 50e3, 8 / 50e3, 32 / 50e3, 64 / 50e3),
     "rocm:mi300x:2x8": (8 / 64e3, 8 / 64e3, 16 / 64e3, 32 / 50e3, 64 / 50e3),

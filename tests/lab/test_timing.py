@@ -1122,7 +1122,9 @@ print(json.dumps(found.to_json()))
         ("tpu:v5p:2x2x1", "libtpu", 0.8),
         ("tpu:v5e:2x2", "libtpu", 0.8),
         ("tpu:v6e:2x2", "libtpu", 0.65),
+        ("tpu:tpu7x:2x2x1", "libtpu", 0.8),
         ("cuda:h100:8", "jax_cuda13_plugin", 0.99),
+        ("cuda:a100-80gb:8", "jax_cuda13_plugin", 0.99),
     ],
 )
 def test_a_large_product_comes_near_the_peak(platform: str, compiler: str, least: float) -> None:
