@@ -147,12 +147,12 @@ def test_the_compiler_that_is_taken(
 ) -> None:
     module = importlib.import_module("nnx_pipeline.lab.compile.platform")
     found = {name: version for name, version in ALL.items() if name not in absent.split()}
-    monkeypatch.setattr(module, "_version", lambda name: found.get(name, ""))
-    monkeypatch.setattr(module, "_required", lambda extra, package: "==0.0.42.*")
+    monkeypatch.setattr(module, "version", lambda name: found.get(name, ""))
+    monkeypatch.setattr(module, "required", lambda extra, package: "==0.0.42.*")
     taken, said = module.default_platform(devices, on_mesh=on_mesh)
     assert taken == platform
     assert said.startswith(why)
-    monkeypatch.setattr(module, "_required", lambda extra, package: "==0.0.43.*")
+    monkeypatch.setattr(module, "required", lambda extra, package: "==0.0.43.*")
     assert not module.default_platform(devices, on_mesh=on_mesh)[0].startswith("tpu")
 
 

@@ -8,6 +8,7 @@ import pytest
 from helpers import missing
 
 from nnx_pipeline.lab._hlo.cost import collective_counts, uncounted_transfers
+from nnx_pipeline.lab._hlo.dataflow import collective
 from nnx_pipeline.lab._hlo.loops import executions
 from nnx_pipeline.lab._hlo.module import Instruction, parse
 from nnx_pipeline.lab._hlo.slices import slices_joined
@@ -217,6 +218,7 @@ def test_slices_exchange_beside_links_and_compute() -> None:
     counts = collective_counts(found.module)
     assert counts["all-reduce"] == {"ops": 1, "executed": 1, "bytes": 2_000_000}
     assert counts["all-gather"]["ops"] == 2
+    assert collective(found.module.computations["main"].instructions["recv"]) == "all-reduce"
 
 
 def test_an_exchange_of_another_kind_is_named() -> None:
