@@ -20,7 +20,8 @@ from nnx_pipeline.lab._report.view.figures import basis_of, estimated
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of
 from nnx_pipeline.lab._timing.estimate import Estimate
-from nnx_pipeline.lab._timing.links import Links, groups_of, pairs_of
+from nnx_pipeline.lab._timing.groups import groups_of, pairs_of
+from nnx_pipeline.lab._timing.links import Links
 from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab.compile._cache import restored
@@ -957,14 +958,6 @@ def test_a_line_with_ends_sends_one_way() -> None:
     assert across == pytest.approx(8 * MB / 50e9 + 3e-6)  # 2 × 2 parts of 2 MB over the middle
 
 
-def test_links_of_which_nothing_is_known() -> None:
-    many = Links(DEVICES["cuda", "h100"], (16,), tuple((number,) for number in range(16)))
-    assert many.seconds("all-gather", MB, (tuple(range(16)),)) is None
-    assert many.seconds("collective-permute", MB, ((7, 8),)) is None
-    assert many.seconds("all-gather", MB, (tuple(range(8)), tuple(range(8, 16)))) is not None
-    assert many.seconds("all-gather", MB, ((0, 16),)) is None  # a device that is not there
-
-
 def test_a_switch_joins_all_alike() -> None:
     device = DEVICES["cuda", "h100"]
     links = Links(device, (8,), tuple((number,) for number in range(8)))
@@ -1129,7 +1122,9 @@ print(json.dumps(found.to_json()))
         ("tpu:v5p:2x2x1", "libtpu", 0.8),
         ("tpu:v5e:2x2", "libtpu", 0.8),
         ("tpu:v6e:2x2", "libtpu", 0.65),
+        ("tpu:tpu7x:2x2x1", "libtpu", 0.8),
         ("cuda:h100:8", "jax_cuda13_plugin", 0.75),
+        ("cuda:a100-80gb:8", "jax_cuda13_plugin", 0.99),
     ],
 )
 def test_a_large_product_comes_near_the_peak(platform: str, compiler: str, least: float) -> None:

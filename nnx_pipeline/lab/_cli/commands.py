@@ -67,7 +67,16 @@ def measure_command(
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
         options.check_alone(
-            "across", "name", "model", "assignments", "mesh", "named", "gemm", "xla", "json_path"
+            "across",
+            "name",
+            "model",
+            "assignments",
+            "mesh",
+            "dcn",
+            "named",
+            "gemm",
+            "xla",
+            "json_path",
         )
         from nnx_pipeline.lab._cli.across import run_across
 
@@ -155,7 +164,18 @@ def _compare_platforms(
     outputs: Outputs,
 ) -> None:
     options.check_alone(
-        *("named", "names", "model", "assignments", "inputs", "arguments", "mesh", "gemm", "xla"),
+        *(
+            "named",
+            "names",
+            "model",
+            "assignments",
+            "inputs",
+            "arguments",
+            "mesh",
+            "dcn",
+            "gemm",
+            "xla",
+        ),
         *("prices", "tokens", "json_path", "explain"),
     )
     if len(names) > 1:

@@ -12,7 +12,7 @@ from nnx_pipeline.lab.mesh import AXES
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 # A TPU has many topologies; these are the ones that the documents use.
-_TPUS = ("tpu:v5p:2x2x2", "tpu:v5e:2x4", "tpu:v6e:2x4")
+_TPUS = ("tpu:v5p:2x2x2", "tpu:v5p:2x2x2*2", "tpu:v5e:2x4", "tpu:v6e:2x4", "tpu:tpu7x:2x2x1")
 PLATFORMS = ("cpu", "local", *_TPUS, *(f"{k}:{name}:8" for k in GPUS for name in targets(k)))
 
 

@@ -113,9 +113,9 @@ def chosen_config(chosen: Chosen) -> Any:
 
 
 def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
-    """`--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`."""
+    """`--mesh`, `--dcn`, `--platform`, `--gemm` and `--xla`, received as `target`."""
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
-    options = [mesh_option(default), platform_option, gemm_option]
+    options = [mesh_option(default), dcn_option, platform_option, gemm_option]
     if kind is Target:
         help = (
             "Set an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=65536, or a set "
@@ -144,6 +144,16 @@ def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
     )
 
 
+dcn_option = click.option(
+    "--dcn",
+    default="",
+    show_default="no difference between networks",
+    metavar="AXES",
+    help="How the axes of the mesh are divided over the slices of a TPU, or over hosts, such as "
+    "data=2; the rest of an axis stays inside.",
+    shell_complete=completion.axes,
+)
+
 _PLATFORM: dict[str, Any] = {"metavar": "PLATFORM", "shell_complete": completion.platforms}
 # Of what measures: the figures of a CPU mislead, and a compiler needs no accelerator.
 platform_option = click.option(
@@ -152,7 +162,8 @@ platform_option = click.option(
     multiple=True,
     envvar="NNX_PIPELINE_PLATFORM",
     show_default="an installed compiler, of a TPU first",
-    help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 … (nnx-pipeline platforms lists them).",
+    help="cpu, local, tpu:v5p:2x2x2, tpu:v5p:2x2x2*2 (two slices), cuda:h100:8, cuda:h100:4x8 "
+    "(four hosts), rocm:mi300x:8 … (nnx-pipeline platforms lists them).",
     **_PLATFORM,
 )
 run_option = click.option(
@@ -163,7 +174,7 @@ run_option = click.option(
     **_PLATFORM,
 )
 
-place_options = bundled("place", Place, mesh_option(), run_option)
+place_options = bundled("place", Place, mesh_option(), dcn_option, run_option)
 
 cost_options = bundled(
     "costing",

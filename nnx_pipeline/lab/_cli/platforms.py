@@ -4,7 +4,12 @@ import click
 
 from nnx_pipeline.lab._cli.options import json_option
 
-BASES = {"cycles": "the compiler's cycles", "roofline": "a roofline", None: "–"}
+BASES = {
+    "cycles": "the compiler's cycles",
+    "xla-model": "XLA's own model",
+    "roofline": "a roofline",
+    None: "–",
+}
 
 
 @click.command(
@@ -33,6 +38,8 @@ def platforms_command(json_path: str | None) -> None:
     for platform in targets():
         device = device_of(platform.kind, platform.target)
         basis = None if device is None else "cycles" if device.clock else "roofline"
+        if basis == "roofline" and not platform.why_no_model:
+            basis = "xla-model"
         memory = platform.memory_bytes() or 0
         table.add_row(str(platform), f"{memory / 1e9:,.1f}", BASES[basis])
         rows.append({"platform": str(platform), "memory_bytes": memory, "time_basis": basis})

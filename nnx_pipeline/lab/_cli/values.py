@@ -32,6 +32,7 @@ class Target:
     named: tuple[str, ...]
     gemm: str | None
     xla: tuple[str, ...] = ()
+    dcn: str = ""
 
     @property
     def platform(self) -> str:
@@ -54,18 +55,21 @@ class Target:
         """
         if self.platform:
             return self
-        platform, why = default_platform(self.mesh_config.num_devices, on_mesh=on_mesh)
+        mesh = self.mesh_config
+        slices = mesh.dcn.num_devices if mesh.dcn else 1
+        platform, why = default_platform(mesh.num_devices, on_mesh=on_mesh, slices=slices)
         say(f"no --platform is named: compiling for {platform}, {why}")
         return dataclasses.replace(self, named=(platform,))
 
     def words(self) -> list[str]:
         gemm = ["--gemm", self.gemm] if self.gemm is not None else []
         settings = [word for text in self.xla for word in ("--xla", text)]
-        return ["--mesh", self.mesh, "--platform", self.platform, *gemm, *settings]
+        dcn = ["--dcn", self.dcn] if self.dcn else []
+        return ["--mesh", self.mesh, *dcn, "--platform", self.platform, *gemm, *settings]
 
     @property
     def mesh_config(self) -> MeshConfig:
-        return MeshConfig.parse(self.mesh)
+        return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
     def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:
         """One platform for each kind of matrix products; `arm_settings` win over `--xla`."""
@@ -141,10 +145,11 @@ class Measuring:
 class Place:
     mesh: str
     platform: str
+    dcn: str = ""
 
     @property
     def mesh_config(self) -> MeshConfig:
-        return MeshConfig.parse(self.mesh)
+        return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
     def devices(self) -> Sequence[Any]:
         target, number = Platform.parse(self.platform), self.mesh_config.num_devices

@@ -30,6 +30,7 @@ from typing import Literal
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
+from nnx_pipeline.lab._hlo.slices import kind_between_slices
 from nnx_pipeline.lab._timing import xla_model
 from nnx_pipeline.lab._timing.devices import Device
 from nnx_pipeline.lab._timing.links import called_inside, collectives_in
@@ -49,6 +50,8 @@ AT_A_SHARE = (
     f"{100 * KERNEL_EFFICIENCY:.0f} % of the peak"
 )
 ANY_PRECISION = "the precision of its products is not known, and the fastest counts"
+
+NETWORK = "the network between slices counts at its nominal rate"
 
 _CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
 _MOVES = frozenset(
@@ -93,6 +96,8 @@ class Costs:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-update", "-done")) or _makes_nothing(instruction):
             return None
+        if kind_between_slices(instruction):
+            return None
         if reason := self._unknown(computation, instruction):
             return reason
         if self._host_transfer(computation, instruction) is not None:
@@ -117,7 +122,10 @@ class Costs:
         return Cost(least / self.device.memory, kind, ONE_PASS)
 
     def bound_beside(self, computation: Computation, instruction: Instruction) -> str:
-        """Why the compute of another core of a TPU may run longer; "" for anything else."""
+        """Why the compute of another core of a TPU, or what goes to another slice, may take longer;
+        "" for anything else."""
+        if instruction.opcode == "recv" and kind_between_slices(instruction):
+            return NETWORK
         on_chip = self.transfer(computation, instruction)
         if on_chip is None or on_chip.way != "on-chip":
             return ""

@@ -8,10 +8,9 @@ from functools import cached_property
 from nnx_pipeline.lab._hlo.cost import Unread, collective_of, unread
 from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
-from nnx_pipeline.lab._hlo.opcodes import plain
 from nnx_pipeline.lab._timing import xla_model
 from nnx_pipeline.lab._timing.cost import Cost, Costs, done_of
-from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in, groups_of, pairs_of
+from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in
 from nnx_pipeline.lab._timing.result import Basis, Pass, Time, TimeRow
 from nnx_pipeline.lab._timing.schedule import BusySeconds, ScheduleWalk
 from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
@@ -214,12 +213,9 @@ class Estimate:
     def _on_links(self, computation: Computation, instruction: Instruction) -> float | None:
         total = 0.0
         for home, found in collectives_in(self.module, computation, instruction):
-            is_permutation = plain(found.opcode) == "collective-permute"
-            devices = len(self.links.places)
-            joined = pairs_of(found) if is_permutation else groups_of(found, devices)
             done, in_fusion = done_of(home, found), home.name in self._parts
             kind, size = collective_of(home, done, in_fusion=in_fusion)
-            seconds = None if joined is None else self.links.seconds(kind, size, joined)
+            seconds = self.links.takes(found, kind, size)
             if self._cost_model.by_xla and seconds != 0:
                 said = xla_model.collective_seconds(found, instruction)
                 seconds = seconds if said is None else said

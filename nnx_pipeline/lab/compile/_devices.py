@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -111,8 +112,13 @@ def _tpu_devices(platform: str, target: str, topology: str) -> Sequence[jax.Devi
         )
     _set(TPU_ENVIRONMENT)
     # Where programs run both cores of a v4 are one device; by default the compiler has two.
-    chip = {"chip_config_name": "megacore"} if target == "v4" else {}
-    return _topology(platform, topology_name=f"{target}:{topology}", **chip)
+    options: dict[str, Any] = {}
+    if target == "v4":
+        options["chip_config_name"] = "megacore"
+    shape, _, slices = topology.partition("*")
+    if slices:
+        options["num_slices"] = int(slices)
+    return _topology(platform, topology_name=f"{target}:{shape}", **options)
 
 
 def _check_plugin(platform: str, package: str, extra: str, wanted: str) -> None:
@@ -143,7 +149,7 @@ def _find_rocm(platform: str) -> None:
     _rocm.register()
 
 
-def _topology(platform: str, **options: str) -> Sequence[jax.Device]:
+def _topology(platform: str, **options: Any) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     try:

@@ -29,6 +29,7 @@ from nnx_pipeline.lab.compile._lowering import lowered_without_devices
 from nnx_pipeline.lab.compile._settings import COST_MODEL
 from nnx_pipeline.lab.compile._tables import with_costs, with_tables
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.mesh import divided_over
 
 Progress = Callable[[str], None]
 
@@ -39,6 +40,8 @@ class Measurement:
 
     - `platform`: what it was compiled for, as `Platform.parse` reads it.
     - `mesh`: the size of each mesh axis.
+    - `dcn`: the axes that cross slices of a TPU, or hosts where there is one slice or none, each
+      with the number of these along it.
     - `config`: what was compiled: the config, or the function and the shapes of its arguments.
     - `memory`: bytes per device, as the compiler reports them.
     - `flops`: floating-point operations of all matrix products, per device and step; None if they
@@ -101,6 +104,7 @@ class Measurement:
     choices: dict[str, str] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
     price: float | None = None
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -220,6 +224,7 @@ class Lowered:
     platform: Platform
     clock: "Clock"
     mesh: dict[str, int]
+    dcn: dict[str, int]
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
@@ -239,6 +244,7 @@ class Lowered:
         return Measurement(
             platform=str(platform),
             mesh=self.mesh,
+            dcn=self.dcn,
             config=self.config,
             memory=found.memory,
             xla_flops=found.costs.get("flops"),
@@ -304,6 +310,7 @@ def lower_traced(
         platform=platform,
         clock=clock,
         mesh=mesh,
+        dcn=divided_over(jax.sharding.get_mesh()),
         config=config,
     )
 

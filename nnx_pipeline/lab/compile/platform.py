@@ -55,8 +55,8 @@ class Platform:
 
     - `kind`: `cpu`, `tpu`, `cuda`, `rocm`, or `local` for the devices that JAX finds.
     - `target`: the TPU generation, such as `v5p`, or the GPU, such as `h100` or `mi300x`.
-    - `topology`: the shape of a TPU slice, such as `2x2x2`; the number of GPUs, such as `8`, or of
-      hosts and of GPUs in each, such as `4x8`.
+    - `topology`: the shape of a TPU slice, such as `2x2x2`, or `2x2x2*2` for two slices; the number
+      of GPUs, such as `8`, or of hosts and of GPUs in each, such as `4x8`.
     - `gemm`: what a GPU's matrix products become, `triton` or `cublas` (on AMD hipBLASLt). On a
       device autotuning decides between them by trying both; without one the compiler takes Triton.
     - `xla`: settings of the compiler that the user gave; see `with_settings`.
@@ -106,9 +106,16 @@ class Platform:
                     f"{MOST_DEVICES} at most; write {example}"
                 )
             _gpus.by_host(kind, target, topology)
-        elif not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology):
+        elif not re.fullmatch(
+            r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology.partition("*")[0]
+        ):
             raise InputError(f"{what} has no topology like 2x2x2; write {example}")
-        if math.prod(map(int, topology.split("x"))) > MOST_DEVICES:
+        elif not re.fullmatch(r"[^*]*([*]([2-9]|[1-9][0-9]{1,3}))?", topology):
+            raise InputError(
+                f"{what} needs a number of slices behind *, 2 or more; write {example}*2 for two "
+                f"slices of {example.rpartition(':')[2]}"
+            )
+        if math.prod(map(int, re.split("[x*]", topology))) > MOST_DEVICES:
             raise InputError(f"{what} has more than {MOST_DEVICES} devices; write {example}")
         return cls(kind, target, topology)
 
@@ -193,18 +200,22 @@ class Platform:
         return {**seen, **{name: version(name) for name in names + own.get(self.kind, [])}}
 
 
-def default_platform(devices: int, *, on_mesh: bool) -> tuple[str, str]:
+def default_platform(devices: int, *, on_mesh: bool, slices: int = 1) -> tuple[str, str]:
     """The platform to compile for where none is named, and why. Without a mesh (`on_mesh`) a
-    program on one device is for one chip of any slice."""
-    why = "as its compiler is installed"
+    program on one device is for one chip of any slice.
+
+    - `slices`: of how many slices of a TPU, or hosts with GPUs, the devices are.
+    """
+    why, devices = "as its compiler is installed", devices // slices
+    hosts = f"{slices}x" if slices > 1 else ""
     if version("libtpu") and matches(version("libtpu"), required("tpu", "libtpu")):
         if topology := _V5P.get(devices if on_mesh or devices > 1 else min(_V5P)):
-            return f"tpu:v5p:{topology}", why
+            return f"tpu:v5p:{topology}{f'*{slices}' if slices > 1 else ''}", why
         why = f"as no slice of a TPU v5p has {counted(devices, 'device')}"
     if version("jax-cuda13-plugin") == version("jax") and version("nvidia-cuda-nvcc"):
-        return f"cuda:h100:{devices}", why
+        return f"cuda:h100:{hosts}{devices}", why
     if version("jax-rocm7-pjrt") and version("pyelftools"):
-        return f"rocm:mi300x:{devices}", why
+        return f"rocm:mi300x:{hosts}{devices}", why
     if why.startswith("as its"):
         why = "as no compiler of an accelerator is installed"
     return "cpu", f"{why}; its figures mislead, so install one: {install('tpu')}"
