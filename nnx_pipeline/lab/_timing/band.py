@@ -1,7 +1,7 @@
 """How far steps that were measured on chips lay from their estimates.
 
-`measured.toml` has the runs, each with what `benchmarks/time_estimates.py` estimates for the program
-here that comes nearest.
+`measured.toml` has the runs, each with what `benchmarks/time_estimates.py` estimates for the
+program here that comes nearest.
 """
 
 import functools
