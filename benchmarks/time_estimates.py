@@ -173,7 +173,7 @@ RECIPES = (
     ),
     Row(
         *("Mistral-7B, 8 v6e", "mistral-7b", "tpu:v6e:2x4", "fsdp=8", 6),
-        options=tokens_of(8192),
+        options=tokens_of(8192) | TWO_PARTS,
         measured=6.320,
     ),
     Row(

@@ -38,7 +38,7 @@ def platforms_command(json_path: str | None) -> None:
     for platform in targets():
         device = device_of(platform.kind, platform.target)
         basis = None if device is None else "cycles" if device.clock else "roofline"
-        if basis == "roofline" and not platform.why_no_model:
+        if basis == "roofline" and not platform.why_a_roofline:
             basis = "xla-model"
         memory = platform.memory_bytes() or 0
         table.add_row(str(platform), f"{memory / 1e9:,.1f}", BASES[basis])
