@@ -331,7 +331,7 @@ def test_a_kernel_that_states_nothing_is_named() -> None:
     assert "states no operations" in unread.reason
     time = found.time
     assert (time.known_seconds, time.compute_seconds, time.step_seconds) == (0, None, None)
-    assert (time.range_seconds, time.hfu, time.of_model(1.0, 0.0).mfu) == (None, None, None)
+    assert (time.range_seconds, time.hfu, time.of_model(1.0, 0.0, "").mfu) == (None, None, None)
 
 
 def test_a_roofline() -> None:
@@ -1087,7 +1087,7 @@ SAMPLE = Time(
 
 
 def test_time_is_kept_and_told() -> None:
-    time = SAMPLE.of_model(useful_flops=50.0, bubble_share=0.25)
+    time = SAMPLE.of_model(useful_flops=50.0, bubble_share=0.25, program="")
     assert (time.mfu, time.bubble_share) == (50 / (2 * 100), 0.25)
     assert restored(Time, json.loads(json.dumps(dataclasses.asdict(time)))) == time
     told = time.to_json()

@@ -52,6 +52,10 @@ def platforms_view(title: str, rows: Sequence[Row]) -> RenderableType:
     ]
     if any(found.rate for found in measured):
         closing.append(remarks.Remark("tokens/s are those of one chip"))
+    timed = [one for one in measured if one.time and one.time.step_seconds]
+    for line in dict.fromkeys(figures.band(one.time) for one in timed if one.time):
+        names = [one.platform for one in timed if one.time and figures.band(one.time) == line]
+        closing.append(remarks.Remark(f"step on {', '.join(names)}: {line}"))
     if bounds:
         text = f"a step takes no less on {', '.join(bounds)}; `nnx-pipeline measure` says why"
         closing.append(remarks.Remark(text))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 Program = Literal["dense", "experts", ""]
-FEWEST = 3  # runs from which a band is made
+FEWEST = 2  # runs of a kind; for fewer those of all models count
 _WORDS = {"dense": "dense models", "experts": "models with experts"}
 
 
@@ -51,8 +51,10 @@ class Band:
     most: float
 
     def __str__(self) -> str:
-        shares = f"{self.least:+.0%} … {self.most:+.0%}".replace("-", "−")
-        return f"measured steps of {self.kind} were {shares} of their estimates ({self.runs} runs)"
+        ends = dict.fromkeys(f"{100 * share:+.0f}" for share in (self.least, self.most))
+        within = " … ".join(ends).replace("-", "−")
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
+        return f"measured steps of {self.kind} were within {within} % of the estimate ({runs})"
 
 
 @functools.cache
@@ -62,20 +64,20 @@ def runs() -> tuple[Run, ...]:
 
 
 def band_of(basis: str, program: Program, *, but: str = "") -> Band | None:
-    """The band of a kind of step; of all programs where too few of its kind were measured.
+    """The band of a kind of step; of all models where too few of its kind were measured.
 
     - `basis`: by what the step is estimated.
     - `program`: what is trained, "" where that is not known.
     - `but`: the name of a run that is left out.
 
-    None where fewer than `FEWEST` runs were measured.
+    None where nothing was measured.
     """
     of_basis = [run for run in runs() if run.basis == basis and run.what != but]
     alike = [run for run in of_basis if run.program == program]
     kind = _WORDS.get(program, "")
     if len(alike) < FEWEST:
         alike, kind = of_basis, "all models"
-    if len(alike) < FEWEST:
+    if not alike:
         return None
     shares = [run.apart for run in alike]
     return Band(kind=kind, runs=len(alike), least=min(shares), most=max(shares))

@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nnx_pipeline.lab._timing.band import Band, Program, band_of
+
 Basis = Literal["cycles", "xla-model", "roofline"]
 Pass = Literal["forward", "recomputed", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputed", "backward")
@@ -48,6 +50,7 @@ class Time:
     - `launches`: how many instructions with a time run, collectives left out.
     - `is_lower_bound`: a step takes at least that long; `is_open`: so it would, but the longest
       branch of a conditional counts, and another may run.
+    - `program`: what is trained, "" where that is not known.
     """
 
     basis: Basis
@@ -66,16 +69,24 @@ class Time:
     peak_flops: float
     is_lower_bound: bool = False
     is_open: bool = False
+    program: Program = ""
     rows: tuple[TimeRow, ...] = ()
 
-    def of_model(self, useful_flops: float, bubble_share: float) -> "Time":
+    def of_model(self, useful_flops: float, bubble_share: float, program: Program) -> "Time":
         """The same with the operations per device and step that the model needs, counted once."""
         mfu = useful_flops / (self.step_seconds * self.peak_flops) if self.step_seconds else None
-        return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share)
+        return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share, program=program)
+
+    @property
+    def band(self) -> Band | None:
+        """How far measured steps of this kind lay from their estimates; None for too few."""
+        return band_of(self.basis, self.program) if self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as `--json` writes them, without the rows."""
         more = ("basis", "is_lower_bound", "known_seconds", "range_seconds")
         names = (*KEYS, *more, "memory_wait_seconds", "host_seconds")
         around = self.range_seconds and list(self.range_seconds)
-        return {**{name: getattr(self, name) for name in names}, "range_seconds": around}
+        band = self.band and dataclasses.asdict(self.band)
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "range_seconds": around, "band": band}

@@ -80,6 +80,11 @@ def basis_of(time: Time) -> str:
     )
 
 
+def band(time: Time) -> str:
+    """How far from an estimated step the measured ones of its kind were."""
+    return str(time.band or "no step that is estimated so was measured, and the error is not known")
+
+
 def estimated(time: Time | None, figure: str) -> str:
     """A figure of the estimate in milliseconds, with ≥ where it is a lower bound."""
     if time is None:

@@ -8,7 +8,14 @@ from typing import Literal
 
 from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report.view.buffers import buffer_rows
-from nnx_pipeline.lab._report.view.figures import TRITON, compiler, library, megabytes, products_by
+from nnx_pipeline.lab._report.view.figures import (
+    TRITON,
+    band,
+    compiler,
+    library,
+    megabytes,
+    products_by,
+)
 from nnx_pipeline.lab._timing.rate import MILLION, TRILLION
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
@@ -103,6 +110,8 @@ def closing_remarks(
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
     remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
     remarks += warnings(unread_lines(measured))
+    timed = [one.time for one in measured if one.time and one.time.step_seconds]
+    remarks += [Remark(f"step: {line}") for line in dict.fromkeys(map(band, timed))]
     remarks += [
         Remark(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
