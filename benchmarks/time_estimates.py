@@ -269,9 +269,9 @@ HEAD_OTHERS = (
 )
 ABOUT_RECIPES = """## Runs of public recipes
 
-Steps that recipes of Google, NVIDIA and MaxText publish (tpu-recipes, gpu-recipes, JAX-Toolbox, read
-in November 2026); no constant was fitted to them. `band` is what the other rows of the same kind say
-of a step: how far measured steps lay from their estimates.
+Steps that recipes of Google, NVIDIA and MaxText publish (tpu-recipes, gpu-recipes, JAX-Toolbox,
+read in November 2026); no constant was fitted to them. `band` is what the other rows of the same
+kind say of a step: how far measured steps lay from their estimates.
 """
 HEAD_RECIPES = (
     "| run | mesh | sequences × tokens per device | measured, s | compute | kernels | waits "
@@ -498,8 +498,8 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
             total += 1
             inside += others.least <= one["measured"] / one["estimated"] - 1 <= others.most
     return (
-        f"Of {len(found)} measured runs the median error is {100 * statistics.median(apart):.0f} %, "
-        f"and the largest {100 * apart[-1]:.0f} %. {inside} of {total} lie in the band that the "
+        f"Of {len(found)} measured runs the median error is {100 * statistics.median(apart):.0f} "
+        f"%, and the largest {100 * apart[-1]:.0f} %. {inside} of {total} lie in the band that the "
         "others of their kind give."
     )
 
