@@ -128,7 +128,7 @@ def test_matrix_products_by_a_setting() -> None:
     name = settings.TRITON_GEMM
     asked = Target("", (H100,), None, (f"{name}=false",)).platforms()
     assert [one.gemm for one in asked] == ["cublas"]
-    assert asked[0].compiler_options == {name: False}
+    assert asked[0].compiler_options == {name: False, settings.COST_MODEL: True}
     with pytest.raises(InputError, match=r"--gemm triton and the compiler setting .* contradict"):
         Target("", (H100,), "triton", (f"{name}=false",)).platforms()
     assert [one.gemm for one in Target("", (H100,), "cublas", (f"{name}=false",)).platforms()] == [

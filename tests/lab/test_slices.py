@@ -51,7 +51,7 @@ DIVISIONS = ("", "data=2", "fsdp=2")
 
 
 def test_a_target_has_it_in_its_words() -> None:
-    target = Target("data=2,fsdp=8", "tpu:v5p:2x2x2*2", None, dcn="data=2")
+    target = Target("data=2,fsdp=8", ("tpu:v5p:2x2x2*2",), None, dcn="data=2")
     assert target.mesh_config == MeshConfig(data=2, fsdp=8, dcn=MeshConfig(data=2))
     words = ["--mesh", "data=2,fsdp=8", "--dcn", "data=2", "--platform", "tpu:v5p:2x2x2*2"]
     assert target.words() == words

@@ -40,7 +40,8 @@ def said(micros: float, name: str = "sol") -> str:
 def estimate(text: str, devices: int = 8) -> Estimate:
     module = parse(text)
     places = tuple((number,) for number in range(devices))
-    return Estimate(module, executions(module), Links(H100, (devices,), places))
+    hosts = tuple(number // 8 for number in range(devices))
+    return Estimate(module, executions(module), Links(H100, (devices,), places, hosts))
 
 
 def one(instruction: str, *parameters: str, before: str = "") -> Estimate:
@@ -273,12 +274,14 @@ def test_a_small_collective_takes_a_launch() -> None:
 
 @pytest.mark.parametrize("config", [said(5000), said(20000), said(1), said(9, "other")])
 def test_a_collective_of_which_xla_knows_nothing(config: str) -> None:
-    """Over the links of a host its bytes count, and a line says so; between hosts it is unknown."""
+    """Its bytes over the links count, and a line says so; between hosts those of each card."""
     found = gathered(config, NEAR, 8)
     assert found.time.collective_seconds == pytest.approx(7e6 / 450e9 + 7 * 5e-6)
     assert [(item.name, item.reason) for item in found.assumed] == [("s", AT_LINKS)]
     far = gathered(config, FAR, 16)
-    assert (far.time.step_seconds, [item.name for item in far.unread]) == (None, ["s"])
+    # Four on each of two hosts: 3/4 of 8 MB within, and half of the 2 MB of each card between.
+    assert far.time.collective_seconds == pytest.approx(1e6 / 50e9 + (3 + 1) * 5e-6)
+    assert [(item.name, item.reason) for item in far.assumed] == [("s", AT_LINKS)]
 
 
 # ---- which GPUs -------------------------------------------------------------------------------
