@@ -630,8 +630,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/lab/attribution/_roles.py",
-        '.opcode) == "all-to-all"',
-        '.opcode) == "broadcast"',
+        '[-1]) == "all-to-all"',
+        '[-1]) == "broadcast"',
         "test_attribution",
     ),
     Mutation(

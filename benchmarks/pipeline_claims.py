@@ -1,8 +1,10 @@
-"""Every claim of the lab at `mixtral-small`, on three compilers.
+"""Every claim of the lab at `mixtral-small`, on the compilers of four makers.
 
     python benchmarks/pipeline_claims.py tpu:v5p:2x2x2
     python benchmarks/pipeline_claims.py "cuda:h100:8"
     python benchmarks/pipeline_claims.py "cuda:h100:8 cublas"
+    python benchmarks/pipeline_claims.py "rocm:mi300x:8"
+    python benchmarks/pipeline_claims.py "rocm:mi355x:8"
     python benchmarks/pipeline_claims.py cpu
     python benchmarks/pipeline_claims.py cpu --experiment delay --experiment backward
 
@@ -42,6 +44,8 @@ PLATFORMS = {
     "tpu:v5p:2x2x2": Platform.parse("tpu:v5p:2x2x2"),
     "cuda:h100:8": H100,
     "cuda:h100:8 cublas": dataclasses.replace(H100, gemm="cublas"),
+    "rocm:mi300x:8": Platform.parse("rocm:mi300x:8"),
+    "rocm:mi355x:8": Platform.parse("rocm:mi355x:8"),
     "cpu": Platform.parse("cpu"),
 }
 MESH, MICROBATCHES = "stage=4,fsdp=2", 8
@@ -57,6 +61,7 @@ GEMM = {
     "cuda:h100:8": "Matrix products by Triton. A device would choose by trying: the band is from "
     "here to the next table.",
     "cuda:h100:8 cublas": "Matrix products by cuBLASLt.",
+    **dict.fromkeys(("rocm:mi300x:8", "rocm:mi355x:8"), "Matrix products by Triton."),
 }
 ABOUT = f"""# The claims, measured
 

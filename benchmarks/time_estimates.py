@@ -14,6 +14,7 @@ kernels.
 import argparse
 import itertools
 import json
+import statistics
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,12 +24,15 @@ from typing import Any, NamedTuple
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
+from nnx_pipeline.lab import _timing
 from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._timing.band import band_of
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab.compile.platform import Platform
 
 RESULTS = Path(__file__).parent / "results" / "time_estimates.json"
+MEASURED = Path(_timing.__file__).parent / "measured.toml"
 # Products of scores' size of a flash attention with remat: two forward, the same two recomputed,
 # and of the two kernels of the backward pass three and four.
 KERNEL_PRODUCTS = 11
@@ -42,6 +46,7 @@ class Row(NamedTuple):
     model: a preset; `options` make another model of it.
     sequences: of a batch, on each device.
     measured: seconds of a step.
+    differs: what the measured program does otherwise, beside what holds of all.
     """
 
     what: str
@@ -51,6 +56,7 @@ class Row(NamedTuple):
     sequences: int
     options: dict[str, str]
     measured: float
+    differs: str = ""
 
 
 FOUR_CHIPS = "tpu:v5p:2x2x1"
@@ -131,7 +137,88 @@ OTHERS = (
         measured=step_of(12, 3899),
     ),
 )
-ALL = (*VARIANTS, *OTHERS)
+LLAMA_405B = {
+    "model.embed_dim": "16384",
+    "model.mlp_dim": "53248",
+    "model.num_layers": "126",
+    "model.num_heads": "128",
+    "model.num_kv_heads": "8",
+}
+# Its feed-forward block has no gate: two products of 49,152 units are as many operations as three
+# of 32,768.
+GPT3_175B = {
+    "model.embed_dim": "12288",
+    "model.mlp_dim": "32768",
+    "model.num_layers": "96",
+    "model.num_heads": "96",
+    "model.num_kv_heads": "96",
+    "model.head_dim": "128",
+    "model.vocab_size": "50304",
+}
+
+
+def tokens_of(length: int) -> dict[str, str]:
+    return FLASH | {"train.sequence_length": str(length)}
+
+
+OFFLOADED = "inputs, queries, keys, values and results go to the host, and are computed again here"
+RECIPES = (
+    Row(
+        *("DeepSeek2-16B, 4 v5p", "deepseek-v2-lite", "tpu:v5p:2x2x1", "fsdp=4", 24),
+        options=tokens_of(2048) | GROUPED,
+        measured=5.667,
+        differs="its kernel for groups of rows is its own (megablox)",
+    ),
+    Row(
+        *("Llama3.1-8B, 8 v6e", "llama3.1-8b", "tpu:v6e:2x4", "fsdp=8", 3),
+        options=tokens_of(8192),
+        measured=3.443,
+        differs=OFFLOADED,
+    ),
+    Row(
+        *("Llama3.1-8B, 64 v6e", "llama3.1-8b", "tpu:v6e:8x8", "fsdp=64", 5),
+        options=tokens_of(8192),
+        measured=5.652,
+        differs=OFFLOADED,
+    ),
+    Row(
+        *("Mistral-7B, 8 v6e", "mistral-7b", "tpu:v6e:2x4", "fsdp=8", 6),
+        options=tokens_of(8192) | TWO_PARTS,
+        measured=6.320,
+        differs=f"{OFFLOADED}; gradients of two microbatches are added up here",
+    ),
+    Row(
+        *("Llama3.1-405B, 512 v5p", "llama3.1-8b", "tpu:v5p:8x8x8", "fsdp=512", 2),
+        options=tokens_of(8192) | LLAMA_405B | {"train.loss_chunks": "4"},
+        measured=131.474,
+        differs="two products of each layer go to the host, and are computed again here",
+    ),
+    Row(
+        *("GPT3-175B, 512 v5p, int8", "llama2-7b", "tpu:v5p:8x8x8", "fsdp=512", 4),
+        options=tokens_of(2048) | GPT3_175B | {"model.quantization": "int8"},
+        measured=22.197,
+        differs="`fsdp=64,tensor=8`, with activations split over `tensor`, which does not fit here",
+    ),
+    Row(
+        *("Llama3.1-70B, 64 tpu7x", "llama3.1-8b", "tpu:tpu7x:4x4x4", "fsdp=128", 2),
+        options=tokens_of(8192) | LLAMA_70B | SAVED,
+        measured=12.20,
+        differs="inputs and products of attention are kept there; the first moment is bfloat16",
+    ),
+    Row(
+        *("Llama3.1-70B, 256 H200", "llama3.1-8b", "cuda:h200:32x8", "data=2,fsdp=128", 2),
+        options=tokens_of(8192) | LLAMA_70B | SAVED,
+        measured=15.516,
+        differs="attention by cuDNN",
+    ),
+    Row(
+        *("Llama2-7B, 8 H100", "llama2-7b", "cuda:h100:8", "fsdp=8", 2),
+        options=tokens_of(4096) | {"pipeline.remat": "minimal"},
+        measured=0.721,
+        differs="attention by cuDNN; layers are unrolled there",
+    ),
+)
+ALL = (*VARIANTS, *OTHERS, *RECIPES)
 # MaxText's own program, main of August 2026 with flash attention, compiled by JAX 0.10.2 with
 # libtpu 0.0.42.1: seconds of compute without the kernels, by the same cycles as ours.
 PEER_COMPUTE = {"gathered once, auto": 4.559, "ZeRO-1, auto": 4.636}
@@ -179,6 +266,16 @@ is the account of the program.
 HEAD_OTHERS = (
     "| run | mesh | sequences per chip | tokens/s per chip | measured, s | compute | kernels "
     "| waits | step, s | error | needs, GB |\n|---|---" + "|--:" * 9 + "|"
+)
+ABOUT_RECIPES = """## Runs of public recipes
+
+Steps that recipes of Google, NVIDIA and MaxText publish (tpu-recipes, gpu-recipes, JAX-Toolbox,
+read in November 2026); no constant was fitted to them. `band` is what the other rows of the same
+kind say of a step: how far measured steps lay from their estimates.
+"""
+HEAD_RECIPES = (
+    "| run | mesh | sequences × tokens per device | measured, s | compute | kernels | waits "
+    "| step, s | error | band, % | what differs |\n|---|---|---" + "|--:" * 7 + "|---|"
 )
 ABOUT_PEER = """## The measured program itself
 
@@ -275,6 +372,20 @@ def other_cells(row: Row, found: dict[str, Any]) -> list[str]:
         *(f"{seconds:.1f}" for seconds in times(row, found)),
         error(found["time"]["step_seconds"], row.measured),
         f"{found['needed_bytes'] / 1e9:.1f}",
+    ]
+
+
+def recipe_cells(row: Row, found: dict[str, Any]) -> list[str]:
+    """The cells of the table of recipes."""
+    others = band_of(found["time"]["basis"], kind_of(row), but=row.what)
+    return [
+        row.what,
+        f"`{row.mesh}`",
+        f"{row.sequences} × {config_of(row).train.sequence_length}",
+        *(f"{seconds:.2f}" for seconds in times(row, found)),
+        error(found["time"]["step_seconds"], row.measured),
+        f"{100 * others.least:+.0f} … {100 * others.most:+.0f}" if others else "–",
+        row.differs,
     ]
 
 
@@ -376,6 +487,23 @@ def attention(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """The median error, how many rows lie in their band, and the orders, as a paragraph."""
+    found = runs(results)
+    apart = sorted(abs(one["estimated"] / one["measured"] - 1) for one in found)
+    inside = total = 0
+    for one in found:
+        others = band_of(one["basis"], one["program"], but=one["what"])
+        if others:
+            total += 1
+            inside += others.least <= one["measured"] / one["estimated"] - 1 <= others.most
+    return (
+        f"Of {len(found)} measured runs the median error is {100 * statistics.median(apart):.0f} "
+        f"%, and the largest {100 * apart[-1]:.0f} %. {inside} of {total} lie in the band that the "
+        "others of their kind give."
+    )
+
+
 def document(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown file, of results of all rows."""
     chips = dict.fromkeys(f"- {row.platform}: {results[row.what]['versions']}" for row in ALL)
@@ -388,6 +516,9 @@ def document(results: dict[str, dict[str, Any]]) -> str:
         "",
         ABOUT_OTHERS,
         table(HEAD_OTHERS, [other_cells(row, results[row.what]) for row in OTHERS]) + "\n",
+        ABOUT_RECIPES,
+        table(HEAD_RECIPES, [recipe_cells(row, results[row.what]) for row in RECIPES]) + "\n",
+        wrapped(summary(results)) + "\n",
         ABOUT_PEER,
         table(HEAD_PEER, [peer_cells(row, results[row.what]) for row in named]) + "\n",
         *chips,
@@ -400,18 +531,53 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
+def kind_of(row: Row) -> str:
+    return "experts" if config_of(row).model.num_experts > 1 else "dense"
+
+
+def runs(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The measured runs with the estimate of the nearest program, for `_timing/measured.toml`.
+
+    MaxText's explicit mode is left out: what was measured there is another program. So is the
+    second program of a run of which one drops tokens, as that run did.
+    """
+    left_out = [row for row in VARIANTS if row.options["pipeline.sharding"] == "explicit"]
+    left_out += [row for row in OTHERS if row.what.endswith(", grouped")]
+    return [
+        {
+            "what": row.what,
+            "basis": results[row.what]["time"]["basis"],
+            "program": kind_of(row),
+            "estimated": round(results[row.what]["time"]["step_seconds"], 4),
+            "measured": round(row.measured, 4),
+        }
+        for row in ALL
+        if row not in left_out and row.what in results
+    ]
+
+
+def as_toml(entries: Sequence[dict[str, Any]]) -> str:
+    text = "# Made by benchmarks/time_estimates.py, whose page says what was measured. Seconds.\n"
+    for entry in entries:
+        lines = (f"{name} = {json.dumps(value)}" for name, value in entry.items())
+        text += "\n".join(["", "[[run]]", *lines, ""])
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only runs with it in the name")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in ALL:
-        if asked.missing and row.what in results:
+        if asked.only not in row.what or (asked.missing and row.what in results):
             continue
         results[row.what] = measure(row)
         write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
         cells = variant_cells if row in VARIANTS else other_cells
         print(" | ".join(cells(row, results[row.what])), file=sys.stderr, flush=True)
+    write_text(str(MEASURED), as_toml(runs(results)))
     write_text(str(RESULTS.with_suffix(".md")), document(results))
 
 

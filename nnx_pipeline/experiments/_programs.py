@@ -19,6 +19,7 @@ from nnx_pipeline.experiments._arms import Program
 from nnx_pipeline.experiments._replaced import replaced
 from nnx_pipeline.experiments._useful import bubble_share, useful_flops
 from nnx_pipeline.experiments.bound.floor import floor
+from nnx_pipeline.lab._timing.band import Program as Kind
 from nnx_pipeline.lab._tracing.calls import traced_afresh
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
@@ -89,16 +90,19 @@ def prepare(
 
     def measured() -> Measurement:
         compiled = lowered.measure()
-        time = compiled.time
+        time, train = compiled.time, program.config.train
+        tokens = train.global_batch * train.sequence_length
         if time is not None and program.kind == "step":
             needed = useful_flops(program.config, sizes)
-            time = time.of_model(needed, bubble_share(program.config, sizes))
+            kind: Kind = "experts" if program.config.model.num_experts > 1 else "dense"
+            time = time.of_model(needed, bubble_share(program.config, sizes), kind)
         return dataclasses.replace(
             compiled,
             trace_host_bytes=host_bytes,
             time=time,
             floor=floor(program.config, sizes, platform) if is_plain else None,
             choices=taken,
+            tokens=tokens if program.kind == "step" else None,
         )
 
     return measured

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class MeshConfig:
     """How many devices each mesh axis has; an axis that is left out has one.
 
-    Raises InputError for a size that is not a whole number of 1 or more.
+    Raises InputError for a size that is not a whole number of 1 or more, and for a `dcn` that is no
+    MeshConfig.
     """
 
     data: int = 1
@@ -42,14 +43,21 @@ class MeshConfig:
     context: int = 1
     """Splits the sequence. Attention does not support it yet, so models need `context=1`."""
 
+    dcn: MeshConfig | None = None
+    """How each axis is divided over the data-centre network, see `make_mesh`."""
+
     def __post_init__(self) -> None:
         for name, size in self.sizes().items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InputError(f"mesh axis {name}={size!r} is not a whole number of 1 or more")
+        if self.dcn is not None and not isinstance(self.dcn, MeshConfig):
+            raise InputError(f"dcn={self.dcn!r} is no MeshConfig; write MeshConfig(data=2)")
 
     @classmethod
-    def parse(cls, text: str) -> MeshConfig:
+    def parse(cls, text: str, *, dcn: str = "") -> MeshConfig:
         """Reads text such as `stage=4,fsdp=2`; empty text means one device.
+
+        - `dcn`: the same for the data-centre network, such as `data=2`; empty for none.
 
         Raises InputError for an unknown axis, an axis named twice, and a size that is not a whole
         number of 1 or more.
@@ -67,11 +75,11 @@ class MeshConfig:
                     "digits at most"
                 )
             sizes[name] = int(size)
-        return cls(**sizes)
+        return cls(**sizes, dcn=cls.parse(dcn) if dcn.strip() else None)
 
     def sizes(self) -> dict[str, int]:
         """Every axis with its size, in the order of the mesh axes."""
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in AXES}
 
     def product(self, *axes: str) -> int:
         """The product of the sizes of these axes."""
@@ -84,10 +92,11 @@ class MeshConfig:
 
     def __str__(self) -> str:
         shown = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
-        return ",".join(shown) or "one device"
+        over = f" with dcn {self.dcn}" if self.dcn is not None else ""
+        return (",".join(shown) or "one device") + over
 
 
-AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig))
+AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig) if axis.name != "dcn")
 
 
 def make_mesh(
@@ -108,7 +117,8 @@ def make_mesh(
     - `sharding`: the type of all axes, explicit or auto.
     - `dcn`: how each axis is divided over the network between the slices of a TPU, or between hosts
       where all devices are in one slice or none; the rest of an axis stays inside of a slice. None
-      makes no difference between networks. `data` and `stage` send the least.
+      takes that of `config`, and where it has none makes no difference between networks. `data` and
+      `stage` send the least.
 
     Raises InputError unless the axes need exactly these devices; of CPU devices some may be left
     over, without `dcn`.
@@ -118,8 +128,7 @@ def make_mesh(
 
     one_of("sharding", sharding, ("explicit", "auto"))
     devices = list(jax.devices() if devices is None else devices)
-    if dcn is not None and not isinstance(dcn, MeshConfig):
-        raise InputError(f"dcn={dcn!r} is no MeshConfig; write MeshConfig(data=2)")
+    dcn = dataclasses.replace(config, dcn=dcn or config.dcn).dcn
     has_spare = all(device.platform == "cpu" for device in devices)  # these cost nothing
     if len(devices) < config.num_devices or (len(devices) > config.num_devices and not has_spare):
         virtual = (
@@ -143,11 +152,8 @@ def make_mesh(
 def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshConfig) -> np.ndarray:
     import numpy as np
 
-    numbers: list[int] = [getattr(device, "slice_index", 0) for device in devices]
-    if len({*numbers}) == 1:
-        numbers = [device.process_index for device in devices]
     slices: dict[int, list[jax.Device]] = {}
-    for number, device in zip(numbers, devices, strict=True):
+    for number, device in zip(_networks(devices), devices, strict=True):
         slices.setdefault(number, []).append(device)
     inside = []
     for axis, size in config.sizes().items():
@@ -167,6 +173,26 @@ def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshCon
     # From (parts of every axis, then rests of every axis) to (part, rest) of each axis in turn.
     order = [at + shift for at in range(len(outside)) for shift in (0, len(outside))]
     return grid.transpose(order).reshape(tuple(config.sizes().values()))
+
+
+def _networks(devices: Sequence[jax.Device]) -> list[int]:
+    """The number of each device's slice, or of its host where there is one slice or none."""
+    slices: list[int] = [getattr(device, "slice_index", 0) for device in devices]
+    return slices if len({*slices}) > 1 else [device.process_index for device in devices]
+
+
+def divided_over(mesh: Mesh) -> dict[str, int]:
+    """The axes of a mesh that cross slices, or hosts where there is one slice or none, each with
+    the number of these along it; none of an empty mesh."""
+    import numpy as np
+
+    if mesh.empty:
+        return {}
+    grid, found = np.array(_networks([*mesh.devices.flat])).reshape(mesh.devices.shape), {}
+    for at, (name, size) in enumerate(mesh.shape.items()):
+        lines = np.moveaxis(grid, at, -1).reshape(-1, size)
+        found[name] = max(len({*line}) for line in lines.tolist())
+    return {name: count for name, count in found.items() if count > 1}
 
 
 def _along_links(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray:

@@ -344,6 +344,7 @@ def test_estimates_beside_measurements(estimates: Any) -> None:
     found = json.loads((RESULTS / "time_estimates.json").read_text())
     assert {row.what for row in estimates.ALL} == set(found)
     assert estimates.document(found) == (RESULTS / "time_estimates.md").read_text()
+    assert estimates.as_toml(estimates.runs(found)) == estimates.MEASURED.read_text()
     assert estimates.errors(found) in WORDS
     assert estimates.order(found) in WORDS
 

@@ -25,8 +25,9 @@ from nnx_pipeline.lab._report.program_tables import floor_view
 from nnx_pipeline.lab._report.view.floor import floor_lines
 from nnx_pipeline.lab.attribution._floor import Floor, Term, between, live_bytes
 from nnx_pipeline.lab.attribution._result import ROLES
+from nnx_pipeline.lab.compile._packages import MissingCompiler
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 
 ROOT = Path(__file__).parents[2]

@@ -67,7 +67,8 @@ def test_help_has_three_groups_and_a_first_command(run: Run) -> None:
         name: re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE)
         for name, text in zip(groups[::2], groups[1::2], strict=True)
     }
-    assert found["Measure a program"] == ["measure", "compare", "memory", "lint"]
+    measuring = ["measure", "compare", "memory", "lint", "platforms"]
+    assert found["Measure a program"] == measuring
     assert found["Train a model"] == ["generate", "models", "schedule", "train"]
     assert found["Checkpoints"] == ["linen-compat"]
     assert "Begin with: nnx-pipeline measure " in shown
@@ -115,13 +116,16 @@ def test_the_platform_where_none_is_named(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def missing_version(name: str) -> str:
-    if name in ("libtpu", "jax-cuda13-plugin"):
+    if name in ("libtpu", "jax-cuda13-plugin", "jax-rocm7-pjrt"):
         raise importlib.metadata.PackageNotFoundError(name)
     return VERSION(name)
 
 
 VERSION = importlib.metadata.version
-ALL = {"libtpu": "0.0.42.1", "jax-cuda13-plugin": "1", "nvidia-cuda-nvcc": "1", "jax": "1"}
+ALL = {
+    **{"libtpu": "0.0.42.1", "jax-cuda13-plugin": "1", "nvidia-cuda-nvcc": "1", "jax": "1"},
+    **{"jax-rocm7-pjrt": "1", "pyelftools": "1"},
+}
 
 
 @pytest.mark.parametrize(
@@ -132,9 +136,12 @@ ALL = {"libtpu": "0.0.42.1", "jax-cuda13-plugin": "1", "nvidia-cuda-nvcc": "1", 
         ("", 1, True, "cuda:h100:1", "as no slice of a TPU v5p has 1 device"),
         ("", 6, True, "cuda:h100:6", "as no slice of a TPU v5p has 6 devices"),
         ("libtpu", 8, True, "cuda:h100:8", "as its compiler is installed"),
-        ("jax-cuda13-plugin", 6, True, "cpu", "as no slice of a TPU v5p has 6 devices"),
-        ("nvidia-cuda-nvcc", 2, True, "cpu", "as no slice of a TPU v5p has 2 devices"),
-        ("libtpu jax-cuda13-plugin", 8, True, "cpu", "as no compiler of an accelerator is"),
+        ("jax-cuda13-plugin", 6, True, "rocm:mi300x:6", "as no slice of a TPU v5p has 6 devices"),
+        ("nvidia-cuda-nvcc pyelftools", 2, True, "cpu", "as no slice of a TPU v5p has 2 devices"),
+        (
+            "libtpu jax-cuda13-plugin jax-rocm7-pjrt",
+            *(8, True, "cpu", "as no compiler of an accelerator is"),
+        ),
     ],
 )
 def test_the_compiler_that_is_taken(
@@ -147,12 +154,12 @@ def test_the_compiler_that_is_taken(
 ) -> None:
     module = importlib.import_module("nnx_pipeline.lab.compile.platform")
     found = {name: version for name, version in ALL.items() if name not in absent.split()}
-    monkeypatch.setattr(module, "_version", lambda name: found.get(name, ""))
-    monkeypatch.setattr(module, "_required", lambda extra, package: "==0.0.42.*")
+    monkeypatch.setattr(module, "version", lambda name: found.get(name, ""))
+    monkeypatch.setattr(module, "required", lambda extra, package: "==0.0.42.*")
     taken, said = module.default_platform(devices, on_mesh=on_mesh)
     assert taken == platform
     assert said.startswith(why)
-    monkeypatch.setattr(module, "_required", lambda extra, package: "==0.0.43.*")
+    monkeypatch.setattr(module, "required", lambda extra, package: "==0.0.43.*")
     assert not module.default_platform(devices, on_mesh=on_mesh)[0].startswith("tpu")
 
 
@@ -541,7 +548,7 @@ BAD = [
     ((*COMPILE, "--mesh", "stage=4,fsdp=2", "--platform", "cuda:h100:4"), "there are 4"),
     ((*COMPILE, "--platform", "tpu"), "write for example tpu:v5p:2x2x2"),
     ((*COMPILE, "--platform", "tpu:v5q:2x2x2"), "tpu:v5p:2x2x2"),
-    ((*COMPILE, "--platform", "cuda:a100:8"), "choose one of: h100, h200"),
+    ((*COMPILE, "--platform", "cuda:a100:8"), "choose a100-40gb or a100-80gb"),
     ((*COMPILE, "--platform", "gpus"), "'gpus' is not known"),
     ((*COMPILE, "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
     ((*COMPILE, "--hlo", "/no/such/folder/x.hlo"), "--hlo /no/such/folder/x.hlo"),

@@ -78,7 +78,11 @@ def test_sets_of_settings() -> None:
         (("@host_offload",), TPU, "did you mean '@host_offload_flags'?"),
         (("@",), TPU, "choose one of: @dense_vmem_limit_flag, "),
         (("@host_offload_flags",), H100, "is for tpu platforms and would do nothing for cuda"),
-        ((f"{SCHEDULER}=false",), TPU, "is for cuda platforms and would do nothing for tpu"),
+        (
+            (f"{SCHEDULER}=false",),
+            TPU,
+            "is for cuda and rocm platforms and would do nothing for tpu",
+        ),
         (("xla_cpu_enable_fast_math=true",), H100, "is for cpu platforms"),
         (("xla_dump_to=x",), TPU, "the lab sets the dump itself"),
         (("xla_gpu_enable_triton_gemm=1",), H100, "is not a bool; write true or false"),
@@ -122,17 +126,17 @@ def test_the_key_without_settings_has_no_room_for_them(monkeypatch: pytest.Monke
 
 def test_matrix_products_by_a_setting() -> None:
     name = settings.TRITON_GEMM
-    asked = Target("", H100, None, (f"{name}=false",)).platforms()
+    asked = Target("", (H100,), None, (f"{name}=false",)).platforms()
     assert [one.gemm for one in asked] == ["cublas"]
-    assert asked[0].compiler_options == {name: False}
+    assert asked[0].compiler_options == {name: False, settings.COST_MODEL: True}
     with pytest.raises(InputError, match=r"--gemm triton and the compiler setting .* contradict"):
-        Target("", H100, "triton", (f"{name}=false",)).platforms()
-    assert [one.gemm for one in Target("", H100, "cublas", (f"{name}=false",)).platforms()] == [
+        Target("", (H100,), "triton", (f"{name}=false",)).platforms()
+    assert [one.gemm for one in Target("", (H100,), "cublas", (f"{name}=false",)).platforms()] == [
         "cublas"
     ]
-    arms = TwoArms("", H100, None, (), (), (f"{name}=false",)).pairs()
+    arms = TwoArms("", (H100,), None, (), (), (f"{name}=false",)).pairs()
     assert [(a.gemm, b.gemm) for a, b in arms] == [("triton", "cublas")]
-    both = TwoArms("", H100, None, ("xla_a=1",), (), ("xla_a=2",)).pairs()
+    both = TwoArms("", (H100,), None, ("xla_a=1",), (), ("xla_a=2",)).pairs()
     assert [(a.gemm, b.gemm) for a, b in both] == [("triton",) * 2, ("cublas",) * 2]
     assert [a.compiler_options["xla_a"] for a, _ in both] == ["1", "1"]
     assert [b.compiler_options["xla_a"] for _, b in both] == ["2", "2"]

@@ -107,7 +107,7 @@ def measured(
         source_of(item)
         for computation in module.computations.values()
         for item in computation.instructions.values()
-        if collective(item.opcode)
+        if collective(item)
     }
     return found, lines, " ".join(notes)
 

@@ -12,6 +12,7 @@ from page_examples import attribution, measurement
 
 from nnx_pipeline.experiments import _numerics as numerics
 from nnx_pipeline.lab._cli.values import Target
+from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile._cache_key import entry_key
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
@@ -28,6 +29,26 @@ def test_what_devices_have() -> None:
     assert Platform.parse("cuda:h200:8").memory_bytes() == 151_397_597_184
     for name in ("tpu:v9:2x2x1", "cpu", "local"):
         assert Platform.parse(name).memory_bytes() is None
+
+
+# By the data sheets, in 10⁹ bytes; in MI300X and its successors a GB is 2³⁰ bytes.
+SHEETS = {
+    "cuda": {
+        **{"a100-40gb": 40, "a100-80gb": 80, "h100": 80, "h200": 141, "b200": 192, "b300": 288},
+        **{"gb200": 192, "gb300": 288, "rtx-pro-6000": 96},
+    },
+    "rocm": {"mi300x": 206.2, "mi325x": 274.9, "mi350x": 309.2, "mi355x": 309.2},
+}
+
+
+@pytest.mark.parametrize("kind", SHEETS)
+def test_what_gpus_have(kind: str) -> None:
+    """A description differs by what the device keeps for itself, and by the size of a GB."""
+    assert set(SHEETS[kind]) == set(_gpus.targets(kind))
+    for target, size in SHEETS[kind].items():
+        known = Platform.parse(f"{kind}:{target}:8").memory_bytes()
+        assert known is not None
+        assert 0.99 < known / (size * 1e9) < 1.08, target
 
 
 def test_what_does_not_fit() -> None:
@@ -165,15 +186,16 @@ def test_both_kinds_for_functions_of_ones_own(run: Run, command: str) -> None:
 
 
 def test_the_compiler_is_told() -> None:
-    triton, cublas = Target("", "cuda:h100:8", "both").platforms()
+    triton, cublas = Target("", ("cuda:h100:8",), "both").platforms()
     assert triton == Platform.parse("cuda:h100:8")
-    assert triton.compiler_options == {"xla_gpu_enable_triton_gemm": True}
-    assert Target("", "cuda:h100:8", None).platforms() == [triton, cublas]
-    assert Target("", "cuda:h100:8", "cublas").platforms() == [cublas]
-    assert Target("", "cpu", None).platforms() == [Platform.parse("cpu")]
-    assert cublas.compiler_options == {"xla_gpu_enable_triton_gemm": False}
+    gemm, asked = "xla_gpu_enable_triton_gemm", {"xla_gpu_collect_cost_model_stats": True}
+    assert triton.compiler_options == {gemm: True, **asked}
+    assert Target("", ("cuda:h100:8",), None).platforms() == [triton, cublas]
+    assert Target("", ("cuda:h100:8",), "cublas").platforms() == [cublas]
+    assert Target("", ("cpu",), None).platforms() == [Platform.parse("cpu")]
+    assert cublas.compiler_options == {gemm: False, **asked}
     assert entry_key(triton, "x") != entry_key(cublas, "x")
     with pytest.raises(InputError, match="did you mean 'cublas'"):
-        Target("", "cuda:h100:8", "cublass").platforms()
-    with pytest.raises(InputError, match="applies only to cuda platforms; leave it out with cpu"):
-        Target("", "cpu", "both").platforms()
+        Target("", ("cuda:h100:8",), "cublass").platforms()
+    with pytest.raises(InputError, match="applies only to GPUs; leave it out with cpu"):
+        Target("", ("cpu",), "both").platforms()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import importlib.util
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from nnx_pipeline.lab._hlo import loops as hlo_loops
 from nnx_pipeline.lab._hlo import module as hlo
 from nnx_pipeline.lab._hlo.loops import branch_shares
 from nnx_pipeline.lab.compile import _compiler as heap
+from nnx_pipeline.lab.compile import _gpus
 
 # ---- snippets --------------------------------------------------------------------------------
 
@@ -636,9 +636,8 @@ def devices(platform: str) -> np.ndarray:
     if platform == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2")
     else:
-        target = importlib.resources.files("nnx_pipeline.lab") / "targets/h100.txtpb"
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=target.read_text(), topology="1x1x8"
+            platform="cuda", target_config=_gpus.description("cuda", "h100"), topology="1x1x8"
         )
     return np.array(topology.devices)
 

@@ -418,6 +418,7 @@ PATHS = {"PATH", "FILE", "DIR", "CKPT", "SRC", "DST"}  # metavars of what names 
 # Each command with what it needs, and for its path arguments one that is there.
 COMMANDS = {
     "models": (),
+    "platforms": (),
     "measure": ("math:sqrt",),
     "compare": ("math:sqrt", "math:sqrt"),
     "lint": TINY,

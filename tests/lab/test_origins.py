@@ -12,7 +12,7 @@ import nnx_pipeline
 from nnx_pipeline import lab
 from nnx_pipeline.lab._hlo import module as hlo
 from nnx_pipeline.lab._hlo.dataflow import Flow, Value, collective
-from nnx_pipeline.lab._hlo.module import Shape
+from nnx_pipeline.lab._hlo.module import Instruction, Shape
 from nnx_pipeline.lab._tracing.installed import in_program
 from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
 from nnx_pipeline.lab.attribution._origins import Origins, source_of
@@ -319,7 +319,7 @@ def test_roles(value: Value, shape: Shape | None, role: str) -> None:
     ],
 )
 def test_collectives(opcode: str, expected: str | None) -> None:
-    assert collective(opcode) == expected
+    assert collective(Instruction("c", opcode, (), (), "", {})) == expected
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,12 @@ def test_a_wheel_brings_all_that_is_needed(tmp_path: Path) -> None:
     installed = tmp_path / "site"
     scripts = sorted(path.name for path in (installed / "bin").iterdir())
     assert scripts == ["linen-compat", "nnx-pipeline"]
-    kept = {path.relative_to(ROOT) for path in ROOT.glob("nnx_pipeline/**/*.txtpb")}
-    assert {path.relative_to(installed) for path in installed.glob("**/*.txtpb")} == kept != set()
+    kept = {path.relative_to(ROOT) for path in ROOT.glob("nnx_pipeline/**/*.toml")}
+    assert (
+        {path.relative_to(installed) for path in installed.glob("nnx_pipeline/**/*.toml")}
+        == kept
+        != set()
+    )
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "test_it.py").write_text(
         f"""

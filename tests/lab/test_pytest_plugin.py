@@ -9,7 +9,8 @@ import pytest
 from helpers import missing, pytest_in
 
 from nnx_pipeline import lab
-from nnx_pipeline.lab.compile import platform as platforms
+from nnx_pipeline.lab.compile import _devices
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
 
 pytest_plugins = ["pytester"]
@@ -73,7 +74,7 @@ def file(pytester: pytest.Pytester) -> Path:
 
 
 def key(test: str, name: str = "") -> budgets.Key:
-    compiler = budgets.compiler_of("cpu", platforms.Platform("cpu").versions())
+    compiler = budgets.compiler_of("cpu", Platform("cpu").versions())
     return budgets.Key(test, name, "cpu", compiler)
 
 
@@ -284,14 +285,16 @@ def test_another_compiler_version_skips(project: Project, file: Path) -> None:
         ("libtpu", "tpu:v5p:2x2x1", "tpu"),
         ("jax-cuda13-plugin", "cuda:h100:8", "cuda"),
         ("nvidia-cuda-nvcc", "cuda:h100:8", "cuda"),
+        ("jax-rocm7-pjrt", "rocm:mi300x:8", "rocm"),
+        ("pyelftools", "rocm:mi300x:8", "rocm"),
     ],
 )
 def test_a_missing_compiler_skips(
     project: Project, monkeypatch: pytest.MonkeyPatch, package: str, platform: str, extra: str
 ) -> None:
     same = jax.__version__
-    there = {"jax": same, "libtpu": "", "jax-cuda13-plugin": same, "nvidia-cuda-nvcc": "1"}
-    monkeypatch.setattr(platforms, "_version", lambda name: {**there, package: ""}.get(name, ""))
+    there = {"jax": same, "jax-cuda13-plugin": same, "jax-rocm7-pjrt": same}
+    monkeypatch.setattr(_devices, "version", lambda name: {**there, package: ""}.get(name, ""))
     step = STEP.format("lean").replace("model.W)", f"model.W), platform={platform!r}")
     result = project("-rs", test_step=step)
     result.assert_outcomes(skipped=1)
@@ -302,7 +305,7 @@ def test_a_missing_compiler_skips(
 def test_a_compiler_of_the_wrong_version_fails(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platforms, "_version", lambda name: "0.0.1")
+    monkeypatch.setattr(_devices, "version", lambda name: "0.0.1")
     step = STEP.format("lean").replace("model.W)", "model.W), platform='tpu:v5p:2x2x1'")
     result = project(test_step=step)
     result.assert_outcomes(failed=1)

@@ -287,7 +287,9 @@ def test_a_shell_completes_names() -> None:
     assert names(completion.axes, "stage=4,") == [
         f"stage=4,{axis}=" for axis in ("data", "fsdp", "tensor", "expert", "context")
     ]
-    assert names(completion.platforms, "cuda") == ["cuda:h100:8", "cuda:h200:8"]
+    assert names(completion.platforms, "cuda:h") == ["cuda:h100:8", "cuda:h200:8"]
+    assert names(completion.platforms, "rocm:mi35") == ["rocm:mi350x:8", "rocm:mi355x:8"]
+    assert names(completion.platforms, "tpu:v5p") == ["tpu:v5p:2x2x2", "tpu:v5p:2x2x2*2"]
     for platform in completion.PLATFORMS:
         Platform.parse(platform)
     parameters = {
@@ -295,7 +297,7 @@ def test_a_shell_completes_names() -> None:
         for command in commands_of(nnx_pipeline).values()
         for parameter in command.params
     }
-    for name in ("model", "assignments", "mesh", "platform", "names"):
+    for name in ("model", "assignments", "mesh", "dcn", "platform", "names"):
         assert parameters[name]._custom_shell_complete, name
     assert "loss-chunks" in names(parameters["names"]._custom_shell_complete, "loss")
 

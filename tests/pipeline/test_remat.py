@@ -36,7 +36,8 @@ from nnx_pipeline.config._remat import (
     Remat,
 )
 from nnx_pipeline.experiments._programs import measure_step
-from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.compile._packages import MissingCompiler
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.pipeline.stage.layers import LayerSequence
 from nnx_pipeline.train import Batch, abstract_batch, loss_and_gradients

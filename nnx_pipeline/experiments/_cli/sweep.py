@@ -70,8 +70,11 @@ def _check_fields(
     fields: Mapping[str, object], texts: Sequence[str], assignments: Sequence[str]
 ) -> None:
     """Raises InputError for a field that is swept twice, or both set and swept."""
-    if MESH in fields and is_given("mesh"):
-        raise InputError("--mesh has no effect beside --sweep mesh; leave out one of the two")
+    for option in ("mesh", "dcn"):
+        if MESH in fields and is_given(option):
+            raise InputError(
+                f"--{option} has no effect beside --sweep mesh; leave out one of the two"
+            )
     for key in parse_overrides(assignments):
         if key in fields:
             raise InputError(

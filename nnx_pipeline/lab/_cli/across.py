@@ -33,7 +33,7 @@ from nnx_pipeline.lab.errors import InputError
 
 PROJECT = "nnx-pipeline"
 OLDEST, NEWEST = 11, 14  # Pythons to look for: 3.11 to 3.14
-_EXTRAS = {"cpu": "", "tpu": "tpu", "cuda": "cuda"}  # that bring the compiler of a kind of platform
+_EXTRAS = {"cpu": "", "tpu": "tpu", "cuda": "cuda", "rocm": "rocm"}  # that bring the compiler
 PACKAGE = Path(__file__).parents[2]
 _COMMAND = "from nnx_pipeline.lab._cli.main import main; main()"
 
@@ -174,7 +174,7 @@ def execute(
 
 
 def requirements(kind: str) -> list[str]:
-    """What this project needs for a kind of platform (`cpu`, `tpu`, `cuda`), by its metadata."""
+    """What this project needs for a kind of platform, such as `tpu`, by its metadata."""
     found = map(Requirement, importlib.metadata.requires(PROJECT) or [])
     wanted = {"extra": _EXTRAS[kind]}
     needed = [one for one in found if one.marker is None or one.marker.evaluate(wanted)]

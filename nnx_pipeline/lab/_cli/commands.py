@@ -19,7 +19,7 @@ from nnx_pipeline.lab._cli.subject import (
     subject_of,
     subject_options,
 )
-from nnx_pipeline.lab._cli.values import Chosen, Measuring, Target, TwoArms
+from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Target, TwoArms
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     help="Compile a preset with each of these versions of JAX and compare, such as "
     "jax=0.10.2,0.12.0.1. Environments with them are built by pip and kept in the cache folder.",
 )
+@options.cost_options
 @options.written_options
 def measure_command(
     name: str | None,
@@ -50,6 +51,7 @@ def measure_command(
     chosen: Chosen,
     target: Target,
     across: str | None,
+    costing: Costing,
     written: Written,
 ) -> None:
     """Compile one training step of a preset, or a function of your own: memory, time, and whether
@@ -65,7 +67,16 @@ def measure_command(
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
         options.check_alone(
-            "across", "name", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
+            "across",
+            "name",
+            "model",
+            "assignments",
+            "mesh",
+            "dcn",
+            "named",
+            "gemm",
+            "xla",
+            "json_path",
         )
         from nnx_pipeline.lab._cli.across import run_across
 
@@ -74,7 +85,7 @@ def measure_command(
     platforms = target.platforms()
     from nnx_pipeline.lab._cli.measuring import run_measure
 
-    run_measure(subject, target.mesh_config, platforms, written)
+    run_measure(subject, target.mesh_config, platforms, costing, written)
 
 
 @click.command(
@@ -92,6 +103,7 @@ def measure_command(
 @options.config_options(required=False, hidden=True)
 @options.target_options(TwoArms)
 @options.measuring_options
+@options.cost_options
 @options.report_options
 def compare_command(
     names: tuple[str, ...],
@@ -99,6 +111,7 @@ def compare_command(
     chosen: Chosen,
     target: TwoArms,
     measuring: Measuring,
+    costing: Costing,
     outputs: Outputs,
 ) -> None:
     """Compile two programs that differ in one thing and compare their memory and time.
@@ -107,7 +120,8 @@ def compare_command(
     second preset or function of the same arguments, or experiments, each of which changes one
     thing in a training step; `all` is all of them. With --xla-a and --xla-b the two programs are
     SUBJECT with other settings of the compiler. A preset without anything else is compared in a
-    short set of experiments, and mixtral-small where no preset is named.
+    short set of experiments, and mixtral-small where no preset is named. With several --platform
+    one SUBJECT is compared on all of them: memory, whether it fits, time, tokens and their cost.
 
     Experiments run on the mesh stage=4,fsdp=2 unless --mesh names one, and check that both programs
     compute the same numbers. What an earlier run has measured with the same versions, flags and
@@ -120,6 +134,14 @@ def compare_command(
     not compile or an experiment's numbers differ.
     """
     outputs.check()
+    if len(target.named) > 1:
+        _compare_platforms(names, inputs, chosen, target, costing, outputs)
+        return
+    if costing.prices or costing.tokens:
+        raise InputError(
+            "--price and --tokens are for one program on several platforms; give several "
+            "--platform, or take nnx-pipeline measure"
+        )
     if not any(map(is_function, names)):
         if inputs.inputs or inputs.arguments:
             raise InputError("--inputs and --arg are for functions; leave them out")
@@ -131,6 +153,41 @@ def compare_command(
     from nnx_pipeline.lab._cli.measuring import run_compare
 
     run_compare(pair, inputs, target, pairs, outputs)
+
+
+def _compare_platforms(
+    names: tuple[str, ...],
+    inputs: GivenArguments,
+    chosen: Chosen,
+    target: TwoArms,
+    costing: Costing,
+    outputs: Outputs,
+) -> None:
+    options.check_alone(
+        *(
+            "named",
+            "names",
+            "model",
+            "assignments",
+            "inputs",
+            "arguments",
+            "mesh",
+            "dcn",
+            "gemm",
+            "xla",
+        ),
+        *("prices", "tokens", "json_path", "explain"),
+    )
+    if len(names) > 1:
+        raise InputError(
+            f"{' '.join(names)}: with several --platform one program is compared; leave out "
+            f"{names[1]}, or all but one --platform"
+        )
+    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
+    costing.parsed()
+    from nnx_pipeline.lab._cli.measuring import run_platforms
+
+    run_platforms(subject, target, costing, outputs)
 
 
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:

@@ -6,13 +6,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from nnx_pipeline.lab._cli.presets import presets as offered
+from nnx_pipeline.lab.compile._gpus import GPUS, targets
 from nnx_pipeline.lab.mesh import AXES
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 # A TPU has many topologies; these are the ones that the documents use.
-_TPUS, _GPUS = ("tpu:v5p:2x2x2", "tpu:v5e:2x4", "tpu:v6e:2x4"), ("cuda:h100:8", "cuda:h200:8")
-PLATFORMS = ("cpu", "local", *_TPUS, *_GPUS)
+_TPUS = ("tpu:v5p:2x2x2", "tpu:v5p:2x2x2*2", "tpu:v5e:2x4", "tpu:v6e:2x4", "tpu:tpu7x:2x2x1")
+PLATFORMS = ("cpu", "local", *_TPUS, *(f"{k}:{name}:8" for k in GPUS for name in targets(k)))
 
 
 def choice_among(names: Callable[[], Iterable[str]]) -> Complete:

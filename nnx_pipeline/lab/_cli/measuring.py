@@ -9,17 +9,19 @@ from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
-from nnx_pipeline.lab._cli.values import TwoArms
+from nnx_pipeline.lab._cli.values import Costing, Target, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
 from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
+from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
 from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
+from nnx_pipeline.lab.compile._places import mesh_on
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.mesh import MeshConfig
@@ -42,15 +44,46 @@ def measured(
 
 
 def run_measure(
-    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], written: Written
+    subject: Subject,
+    mesh: MeshConfig,
+    platforms: Sequence[Platform],
+    costing: Costing,
+    written: Written,
 ) -> None:
-    results = measured(subject, mesh, platforms)
+    costing.parsed()
+    results = [costing.of(result) for result in measured(subject, mesh, platforms)]
     advice = ADVICE if subject.config is None else presets().ADVICE
     title = subject.title(mesh)
     report.show_measurements(title, results, json_path=written.json_path, advice=advice)
     written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
         write_text(written.hlo_path, results[0].hlo)
+
+
+def run_platforms(subject: Subject, target: Target, costing: Costing, outputs: Outputs) -> None:
+    mesh = target.mesh_config
+    platforms = [one.platforms()[0] for one in target.each()]
+    # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when
+    # JAX starts, and every other one may start it.
+    for one in sorted(platforms, key=lambda one: one.kind != "rocm"):
+        mesh_on(mesh, one.devices(mesh.num_devices))
+    rows: list[Row] = []
+    for platform in platforms:
+        try:
+            (result,) = measured(subject, mesh, [platform])
+        except Failed as error:
+            rows.append((str(platform), str(error)))
+        else:
+            rows.append((str(platform), costing.of(result)))
+    show(platforms_view(subject.title(mesh), rows), json_path=outputs.json_path)
+    outputs.say_words(words.MEMORY, words.TIME)
+    results = [
+        {"platform": name, "error": found} if isinstance(found, str) else found.to_json()
+        for name, found in rows
+    ]
+    emit_json(outputs.json_path, {"schema": 1, "platforms": results})
+    if failed := [name for name, found in rows if isinstance(found, str)]:
+        raise Failed(f"failed: {', '.join(failed)}; the lines below the table say why")
 
 
 def run_memory(
@@ -62,9 +95,9 @@ def run_memory(
     for result, attribution in zip(results, attributions, strict=True):
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
-            show(report.SAME_MEMORY, json_path=outputs.json_path)
+            show(same_memory(result.platform), json_path=outputs.json_path)
             continue
-        by = f", matrix products by {GEMM_NAMES[result.gemm]}" if result.gemm else ""
+        by = f", matrix products by {products_by(result)}" if result.gemm else ""
         named = f"{title}, {compiler(result)}{by}"
         show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
         show(report.account_view(result), json_path=outputs.json_path)

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from nnx_pipeline.lab._cli import completion
 from nnx_pipeline.lab._cli.outputs import Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
-from nnx_pipeline.lab._cli.values import Chosen, Measuring, Place, Target
+from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
 from nnx_pipeline.lab.mesh import AXES
 
@@ -113,9 +113,9 @@ def chosen_config(chosen: Chosen) -> Any:
 
 
 def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
-    """`--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`."""
+    """`--mesh`, `--dcn`, `--platform`, `--gemm` and `--xla`, received as `target`."""
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
-    options = [mesh_option(default), platform_option, gemm_option]
+    options = [mesh_option(default), dcn_option, platform_option, gemm_option]
     if kind is Target:
         help = (
             "Set an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=65536, or a set "
@@ -144,14 +144,26 @@ def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
     )
 
 
+dcn_option = click.option(
+    "--dcn",
+    default="",
+    show_default="no difference between networks",
+    metavar="AXES",
+    help="How the axes of the mesh are divided over the slices of a TPU, or over hosts, such as "
+    "data=2; the rest of an axis stays inside.",
+    shell_complete=completion.axes,
+)
+
 _PLATFORM: dict[str, Any] = {"metavar": "PLATFORM", "shell_complete": completion.platforms}
 # Of what measures: the figures of a CPU mislead, and a compiler needs no accelerator.
 platform_option = click.option(
     "--platform",
-    default="",
+    "named",
+    multiple=True,
     envvar="NNX_PIPELINE_PLATFORM",
     show_default="an installed compiler, of a TPU first",
-    help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
+    help="cpu, local, tpu:v5p:2x2x2, tpu:v5p:2x2x2*2 (two slices), cuda:h100:8, cuda:h100:4x8 "
+    "(four hosts), rocm:mi300x:8 … (nnx-pipeline platforms lists them).",
     **_PLATFORM,
 )
 run_option = click.option(
@@ -162,12 +174,31 @@ run_option = click.option(
     **_PLATFORM,
 )
 
-place_options = bundled("place", Place, mesh_option(), run_option)
+place_options = bundled("place", Place, mesh_option(), dcn_option, run_option)
+
+cost_options = bundled(
+    "costing",
+    Costing,
+    click.option(
+        "--price",
+        "prices",
+        multiple=True,
+        metavar="[PLATFORM=]PRICE",
+        help="What a chip costs per hour, such as 4.2, or cuda:h100=2.9 for one kind of chip; says "
+        "what tokens cost. May be repeated.",
+    ),
+    click.option(
+        "--tokens",
+        type=COUNT,
+        metavar="N",
+        help="The tokens of a step of your function, on all devices.",
+    ),
+)
 
 gemm_option = click.option(
     "--gemm",
     metavar="triton|cublas|both",
-    help="What computes matrix products on cuda platforms. Programs are compiled without a GPU, "
+    help="What computes matrix products on GPUs. Programs are compiled without a GPU, "
     "which would choose by autotuning; so the default is both, and both results are shown where "
     "they differ.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ class GivenArguments:
         on_cpu = self.inputs is not None and not platform.is_real
         needed = config.num_devices if on_cpu or platform.kind == "cpu" else 1
         mesh = mesh_on(config, platform.devices(needed))
-        inputs_mesh = mesh_on(config, jax.devices("cpu")) if on_cpu else mesh
+        alone = dataclasses.replace(config, dcn=None)  # CPU devices are of one host
+        inputs_mesh = mesh_on(alone, jax.devices("cpu")) if on_cpu else mesh
         return mesh, arguments_of(self.inputs, self.arguments, inputs_mesh)
 
 

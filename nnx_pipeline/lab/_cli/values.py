@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -16,6 +17,8 @@ from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from nnx_pipeline.lab.compile.measure import Measurement
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -26,9 +29,24 @@ class Chosen:
 @dataclass(frozen=True)
 class Target:
     mesh: str
-    platform: str
+    named: tuple[str, ...]
     gemm: str | None
     xla: tuple[str, ...] = ()
+    dcn: str = ""
+
+    @property
+    def platform(self) -> str:
+        """The platform; "" where none is named. Raises InputError for several."""
+        if len(self.named) > 1:
+            raise InputError(
+                f"--platform {' --platform '.join(self.named)}: this compiles for one platform; "
+                "nnx-pipeline compare SUBJECT takes several"
+            )
+        return "".join(self.named)
+
+    def each(self) -> list[Self]:
+        """The target once for each platform that is named."""
+        return [dataclasses.replace(self, named=(platform,)) for platform in self.named]
 
     def settled(self, *, on_mesh: bool = True) -> Self:
         """Takes an installed compiler where no platform is named, and says so.
@@ -37,18 +55,21 @@ class Target:
         """
         if self.platform:
             return self
-        platform, why = default_platform(self.mesh_config.num_devices, on_mesh=on_mesh)
+        mesh = self.mesh_config
+        slices = mesh.dcn.num_devices if mesh.dcn else 1
+        platform, why = default_platform(mesh.num_devices, on_mesh=on_mesh, slices=slices)
         say(f"no --platform is named: compiling for {platform}, {why}")
-        return dataclasses.replace(self, platform=platform)
+        return dataclasses.replace(self, named=(platform,))
 
     def words(self) -> list[str]:
         gemm = ["--gemm", self.gemm] if self.gemm is not None else []
         settings = [word for text in self.xla for word in ("--xla", text)]
-        return ["--mesh", self.mesh, "--platform", self.platform, *gemm, *settings]
+        dcn = ["--dcn", self.dcn] if self.dcn else []
+        return ["--mesh", self.mesh, *dcn, "--platform", self.platform, *gemm, *settings]
 
     @property
     def mesh_config(self) -> MeshConfig:
-        return MeshConfig.parse(self.mesh)
+        return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
     def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:
         """One platform for each kind of matrix products; `arm_settings` win over `--xla`."""
@@ -58,11 +79,10 @@ class Target:
             raise InputError(
                 f"--gemm {self.gemm!r} is not known; {nearest(self.gemm, [*GEMMS, 'both'])}"
             )
-        if platform.kind != "cuda":
+        if not platform.is_gpu:
             if self.gemm is not None:
                 raise InputError(
-                    f"--gemm {self.gemm} applies only to cuda platforms; leave it out with "
-                    f"{self.platform}"
+                    f"--gemm {self.gemm} applies only to GPUs; leave it out with {self.platform}"
                 )
             return [platform]
         chosen = GEMMS if self.gemm in (None, "both") else (self.gemm,)
@@ -77,6 +97,44 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Costing:
+    """`--price`, `[PLATFORM=]PRICE` each, and `--tokens`."""
+
+    prices: tuple[str, ...]
+    tokens: int | None
+
+    def of(self, measured: Measurement) -> Measurement:
+        """The same with its tokens and its price; raises InputError where one has no use."""
+        if self.tokens and measured.tokens:
+            raise InputError(
+                f"--tokens {self.tokens} is for a function; a step of this preset has "
+                f"{measured.tokens:,} tokens: leave it out"
+            )
+        tokens = measured.tokens or self.tokens
+        if self.prices and not tokens:
+            raise InputError("--price needs the tokens of a step; give --tokens N")
+        prices = [price for start, price in self.parsed() if measured.platform.startswith(start)]
+        return dataclasses.replace(measured, tokens=tokens, price=prices[-1] if prices else None)
+
+    def parsed(self) -> list[tuple[str, float]]:
+        """Each price and the platforms it is for, by how they begin; raises InputError."""
+        found = []
+        for text in self.prices:
+            start, _, price = text.rpartition("=")
+            try:
+                value = float(price)
+            except ValueError:
+                value = math.nan
+            if not 0 < value < math.inf:
+                raise InputError(
+                    f"--price {text} is no price of a chip for an hour; write 4.2, or for chips of "
+                    "one kind cuda:h100=2.9"
+                )
+            found.append((start, value))
+        return found
+
+
+@dataclass(frozen=True)
 class Measuring:
     listed: bool
     sweeps: tuple[str, ...]
@@ -87,10 +145,11 @@ class Measuring:
 class Place:
     mesh: str
     platform: str
+    dcn: str = ""
 
     @property
     def mesh_config(self) -> MeshConfig:
-        return MeshConfig.parse(self.mesh)
+        return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
     def devices(self) -> Sequence[Any]:
         target, number = Platform.parse(self.platform), self.mesh_config.num_devices

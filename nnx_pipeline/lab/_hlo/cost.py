@@ -15,6 +15,7 @@ from nnx_pipeline.lab._hlo.loops import Runs, Shares, executions, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of
+from nnx_pipeline.lab._hlo.slices import kind_between_slices, names_slices
 from nnx_pipeline.lab.errors import counted
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -31,7 +32,8 @@ class Unread:
     name: str  # of the instruction, "" for a text
     what: str  # its opcode, or the target of a custom call; or which text
     # Of `flops`, `collectives`, `time`, `buffers` (roles and source lines), `account`; `time_bound`
-    # alone is an instruction that counts in the time with the least that it takes.
+    # alone is an instruction that counts in the time with the least that it takes, `time_rule` one
+    # that counts by a rule, where there is no estimate.
     figures: tuple[str, ...]
     executed: int | None  # per step, None where that is not known
     reason: str
@@ -106,8 +108,9 @@ def _transfer(instruction: Instruction) -> str:
     if opcode.endswith(("-update", "-done")):
         return ""  # its start has been looked at
     if plain(opcode) in TRANSFERS:
-        to_host = attributes.get("is_host_transfer") == "true"
-        return "" if to_host else "a transfer of a kind that is not counted"
+        is_of_host = attributes.get("is_host_transfer") == "true" and not names_slices(instruction)
+        is_counted = is_of_host or kind_between_slices(instruction)
+        return "" if is_counted else "a transfer of a kind that is not counted"
     if not is_known(opcode) and any(key in attributes for key in _BETWEEN_DEVICES):
         return "an opcode that is not known, between devices"
     config = instruction.config if plain(opcode) == "custom-call" else ""
@@ -168,6 +171,8 @@ def collective_of(
     computation: Computation, instruction: Instruction, *, in_fusion: bool
 ) -> tuple[str, int]:
     """The kind and result bytes of a collective; ("", 0) for a start or any other instruction."""
+    if instruction.opcode == "recv" and (between := kind_between_slices(instruction)):
+        return between, instruction.shapes[0].bytes
     kind = instruction.opcode.removesuffix("-done").removeprefix("ragged-")
     if kind not in COLLECTIVES:
         return "", 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from nnx_pipeline.lab._hlo.module import Instruction, Module
+from nnx_pipeline.lab._hlo.slices import kind_between_slices
 
 Index = tuple[int, ...]
 Value = tuple[str, Index]
@@ -26,9 +27,9 @@ _DONES = ("async-done", "call-done", "fusion-done")
 _CALLS = ("call", "fusion", *_STARTS)
 
 
-def collective(opcode: str) -> str | None:
-    plain = opcode.removesuffix("-start").removesuffix("-done")
-    return plain if plain in COLLECTIVES else None
+def collective(instruction: Instruction) -> str | None:
+    plain = instruction.opcode.removesuffix("-start").removesuffix("-done")
+    return plain if plain in COLLECTIVES else kind_between_slices(instruction) or None
 
 
 class Flow:
@@ -234,7 +235,7 @@ class Flow:
             passed.append(instruction)
             seen.add(following)
             opcode = instruction.opcode
-            gathered = reshaped and collective(opcode) == "all-gather"
+            gathered = reshaped and collective(instruction) == "all-gather"
             followed = opcode in through or gathered or opcode.endswith("-done")
             choices = self.sources(following) if followed else []
             following = next((choice for choice in choices if choice not in seen), None)

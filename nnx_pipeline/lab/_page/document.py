@@ -10,7 +10,7 @@ from nnx_pipeline.lab._page.markup import Markup, element, fragment
 from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, QUANTITIES, megabytes
+from nnx_pipeline.lab._report.view.figures import QUANTITIES, TRITON, megabytes
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import BUFFERS, MEMORY, TIME, VERDICTS
@@ -44,7 +44,7 @@ def measurement_page(
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
         arms = [
-            tables.LabelledProgram(key, GEMM_NAMES[one.gemm or ""], one)
+            tables.LabelledProgram(key, figures.products_by(one), one)
             for key, one in zip("ab", measured, strict=True)
         ]
     body = element(
@@ -98,9 +98,8 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
         link = element("a", name, href=f"#{name}")
         rows.append(([link, " ", element("span", outcome.question.claim, class_="claim")], outcome))
         if other and figures.differ_by_gemm(outcome, other):
-            rows.append(
-                ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
-            )
+            by = figures.library_of(other)
+            rows.append(([element("span", f"{name}, {by}", class_="quiet")], other))
     head = ("experiment", *_VERDICT)
     cells = [(named, *_verdict_and_memory(outcome)) for named, outcome in rows]
     return tables.table(counted(len(both), "experiment"), head, cells, numbers=len(_VERDICT) - 1)
@@ -122,13 +121,13 @@ def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
 def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
     if other is None:
         return None
-    triton, cublas = GEMM_NAMES["triton"], GEMM_NAMES["cublas"]
+    library = figures.library_of(other)
     if not figures.differ_by_gemm(outcome, other):
-        words = f"With {cublas}’s matrix products instead of {triton}’s: the same memory."
+        words = f"With {library}’s matrix products instead of {TRITON}’s: the same memory."
         return element("p", words, class_="quiet")
-    rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
+    rows = [(TRITON, *_verdict_and_memory(outcome)), (library, *_verdict_and_memory(other))]
     head = ("matrix products", *_VERDICT)
-    why = element("p", f"{cublas}: {other.note}", class_="note") if other.note else None
+    why = element("p", f"{library}: {other.note}", class_="note") if other.note else None
     return element("section", tables.table(None, head, rows, numbers=len(_VERDICT) - 1), why)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab._files import ink_on
 from nnx_pipeline.lab._report.view import figures
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, megabytes
+from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab._report.view.remarks import headed, settings_lines
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -34,7 +34,7 @@ class Bar(NamedTuple):
 def outcomes_chart(
     title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = ()
 ) -> "Figure":
-    """Two bars per experiment, and two more where cuBLASLt's matrix products change something.
+    """Two bars per experiment, and two more where a library's matrix products change something.
 
     They show the heap, or the account where every verdict is about that.
     """
@@ -44,8 +44,8 @@ def outcomes_chart(
     for outcome, other in zip_longest(outcomes, cublas):
         bars += _bars(outcome, group_heading(outcome, drawn), "", drawn)
         if other and figures.differ_by_gemm(outcome, other):
-            kind = GEMM_NAMES["cublas"]
-            bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
+            by = f", {figures.library_of(other)}"
+            bars += _bars(other, group_heading(other, drawn, by), by, drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
     small_print = figures.compiler(measured[0]) if measured else ""
@@ -78,7 +78,7 @@ def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
 
 def program_chart(title: str, *measured: Measurement) -> "Figure":
     bars = [
-        Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
+        Bar("", figures.products_by(one) if len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
     ]
     head = "\n".join([title, *settings_lines(measured)])

@@ -139,7 +139,7 @@ def time_table(time: Time | None) -> RenderableType:
     if time.host_seconds:
         traffic.append(("all transfers to and from the host", milliseconds(time.host_seconds)))
     table = small_table(f"estimated time, {figures.basis_of(time)}", ("", "ms"), step, traffic)
-    return Group(table, Text(figures.shares(time)))
+    return Group(table, Text(figures.shares(time)), Text(figures.band(time)))
 
 
 def times_view(measurement: Measurement, *, top: int) -> RenderableType:

@@ -13,13 +13,12 @@ from nnx_pipeline.lab._report.columns import small_table, texts
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import difference_view, floor_view, time_table
 from nnx_pipeline.lab._report.view import figures, remarks
-from nnx_pipeline.lab._report.view.figures import DASH, GEMM_NAMES, megabytes
+from nnx_pipeline.lab._report.view.figures import DASH, TRITON, megabytes
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import PAGE
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 
-SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 LEFT_OUT = ("peak MB", "heap MB")  # on a narrow screen, the first one first
 _LABEL = 14  # letters of a label that a figure may take no room from
 _FIGURE = len("account MB")  # width of a column of figures, in letters
@@ -48,6 +47,7 @@ def measurement_view(
         _traffic(measurement),
         Text(f"matrix products: {_products(measurement)}"),
         time_table(measurement.time),
+        *texts(remarks.rate_remarks(measurement)),
         *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
@@ -204,12 +204,12 @@ def show_measurements(
     json_path: str | None,
     advice: Mapping[str, str] = remarks.ADVICE,
 ) -> None:
-    """Shows the program once, or with Triton's and with cuBLASLt's matrix products."""
+    """Shows the program once, or with Triton's and with a library's matrix products."""
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
     show(view(results[0]), json_path=json_path)
     for other in results[1:]:
         differs = other.memory != results[0].memory
-        show(view(other) if differs else SAME_MEMORY, json_path=json_path)
+        show(view(other) if differs else figures.same_memory(other.platform), json_path=json_path)
     emit_json(json_path, with_other_gemm([result.to_json() for result in results]))
 
 
@@ -221,21 +221,21 @@ def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
 def show_outcomes(
     title: str, by_gemm: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
-    """Shows the outcomes once, or with Triton's and with cuBLASLt's matrix products."""
+    """Shows the outcomes once, or with Triton's and with a library's matrix products."""
     result: dict[str, object] = {"schema": 1, "platform": platform}
     for key, outcomes in zip(("experiments", "experiments_cublas"), by_gemm, strict=False):
         result[key] = [outcome.to_json() for outcome in outcomes]
     both = len(by_gemm) > 1
-    named = f"{title}, matrix products by {GEMM_NAMES['triton']}" if both else title
+    named = f"{title}, matrix products by {TRITON}" if both else title
     show(outcomes_view(named, by_gemm[0], hint=not both), json_path=json_path)
     if both:
         pairs = zip(*by_gemm, strict=True)
         differing = [
             other for one, other in pairs if figures.differ_by_gemm(one, other) or other.failed
         ]
-        named = f"{title}, matrix products by {GEMM_NAMES['cublas']}, where that differs"
-        view = outcomes_view(named, differing, hint=False) if differing else SAME_MEMORY
-        show(view, json_path=json_path)
+        named = f"{title}, matrix products by {figures.library(platform)}, where that differs"
+        view = outcomes_view(named, differing, hint=False)
+        show(view if differing else figures.same_memory(platform), json_path=json_path)
     emit_json(json_path, result)
 
 

@@ -7,7 +7,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
-from nnx_pipeline.lab._report.tables import SAME_MEMORY
 from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.figures import DASH, megabytes
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, Remark, warnings
@@ -41,12 +40,13 @@ def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
     parts: list[RenderableType] = [Text(title, style="italic"), _packages(rows), _figures(rows)]
     others = [row if row["error"] else row.get("other_gemm") for row in rows]
     if done and done[0].get("other_gemm"):
-        parts.insert(2, Text(f"matrix products by {figures.GEMM_NAMES['triton']}"))
+        parts.insert(2, Text(f"matrix products by {figures.TRITON}"))
         if any(row["memory"] != row["other_gemm"]["memory"] for row in done):
             named = [{**row, **(other or {})} for row, other in zip(rows, others, strict=True)]
-            parts += [Text(f"matrix products by {figures.GEMM_NAMES['cublas']}"), _figures(named)]
+            library = figures.library(done[0]["platform"])
+            parts += [Text(f"matrix products by {library}"), _figures(named)]
         else:
-            parts.append(SAME_MEMORY)
+            parts.append(figures.same_memory(done[0]["platform"]))
     return Group(*parts, *_remarks(rows, done))
 
 

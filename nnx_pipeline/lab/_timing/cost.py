@@ -3,12 +3,18 @@
 - `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
   others, such as a sort or a gather, one pass of their bytes that are not on the chip is known, at
   the memory's rate: a lower bound (`bounds`).
+- `xla-model`: into a program for some NVIDIA GPUs XLA writes the figures of its own model
+  (`xla_model`). A product takes no less than in a roofline, because the model does not know how
+  precise it is, and rates of 8 bits are above the peak. What has no figure takes one pass of its
+  bytes, as the model counts all that is no product; of a sort, and of what else needs more than
+  one, that is a lower bound. A product without one takes its operations at `KERNEL_EFFICIENCY` of
+  the peak, and is named (`assumed`). Each instruction also takes the launch of a kernel.
 - `kernel`: a kernel written by hand takes the longer of its operations at `KERNEL_EFFICIENCY` of
   the peak (in a roofline at the peak) and its bytes at the memory's rate, as it states them
   (`stated_cost`). Where its program leaves open how fast it multiplies, the fastest peak counts: a
   lower bound.
-- `roofline`: an NVIDIA program has no estimates. What is no kernel takes the longer of its
-  operations at the peak and its bytes at the memory's rate, which no real program reaches.
+- `roofline`: any other program for a GPU has no estimates. What is no kernel takes the longer of
+  its operations at the peak and its bytes at the memory's rate, which no real program reaches.
 
 A copy, update or slice between device and host is no compute: it takes what it moves at the rate of
 the way to the host (`Costs.transfer`).
@@ -16,13 +22,16 @@ the way to the host (`Costs.transfer`).
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
+from nnx_pipeline.lab._hlo.slices import kind_between_slices
+from nnx_pipeline.lab._timing import xla_model
 from nnx_pipeline.lab._timing.devices import Device
 from nnx_pipeline.lab._timing.links import called_inside, collectives_in
 from nnx_pipeline.lab._timing.precision import precision_of, precisions_of_kernel, product_rate
@@ -36,7 +45,13 @@ SMALL = 4096  # bytes: what is smaller and has no estimate steers the program an
 NO_ESTIMATE = 2**62  # the sentinels are 2⁶³ − 1 and 2⁶⁴ − 1; no estimate comes near them
 
 ONE_PASS = "the compiler estimates nothing, and one pass of its bytes counts"
+AT_A_SHARE = (
+    "XLA's model has no figure, and its operations count at "
+    f"{100 * KERNEL_EFFICIENCY:.0f} % of the peak"
+)
 ANY_PRECISION = "the precision of its products is not known, and the fastest counts"
+
+NETWORK = "the network between slices counts at its nominal rate"
 
 _CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
 _MOVES = frozenset(
@@ -46,6 +61,7 @@ _MOVES = frozenset(
     }
 )
 _FLOATS = frozenset({"bf16", "f16", "f32"})
+_COMPLEX = ("c64", "c128")
 _HOST_MOVES = frozenset({"copy", "dynamic-slice", UPDATE})
 _FREE = frozenset(
     {
@@ -60,6 +76,7 @@ class Cost:
     seconds: float
     kind: Kind
     bound: str = ""  # why it may run longer; "" where nothing says so
+    assumed: str = ""  # the rule that stands for an estimate; "" where there is one, or a bound
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,19 @@ class Costs:
     module: Module
     device: Device
 
+    @cached_property
+    def by_xla(self) -> bool:
+        """Whether the program has figures of XLA's model of a GPU."""
+        return self.device.clock is None and xla_model.has_figures(self.module)
+
     def of(self, computation: Computation, instruction: Instruction) -> Cost | str | None:
         """What an instruction takes by itself, without the computations that a loop runs. A text
         says why nothing is known. None is for an instruction that takes no time of its own, such as
         a tuple, a collective, or the start of a transfer (`transfer`)."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-update", "-done")) or _makes_nothing(instruction):
+            return None
+        if kind_between_slices(instruction):
             return None
         if reason := self._unknown(computation, instruction):
             return reason
@@ -91,14 +115,17 @@ class Costs:
         if collectives_in(self.module, computation, instruction):
             return None  # its time is the time of the links
         if self.device.clock is None:
-            return self._roofline(computation, instruction, kind)
+            return self._on_gpu(computation, instruction, kind)
         if Traffic(self.module).of(computation, instruction) <= SMALL:
             return None
         least = self._least.of(computation, instruction)
         return Cost(least / self.device.memory, kind, ONE_PASS)
 
     def bound_beside(self, computation: Computation, instruction: Instruction) -> str:
-        """Why the compute of another core of a TPU may run longer; "" for anything else."""
+        """Why the compute of another core of a TPU, or what goes to another slice, may take longer;
+        "" for anything else."""
+        if instruction.opcode == "recv" and kind_between_slices(instruction):
+            return NETWORK
         on_chip = self.transfer(computation, instruction)
         if on_chip is None or on_chip.way != "on-chip":
             return ""
@@ -218,8 +245,10 @@ class Costs:
         size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
         peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
         # A lower bound holds of every kernel, also of one that is better than most.
-        rate = peak * (KERNEL_EFFICIENCY if self.device.clock and not bound else 1.0)
-        return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels", bound)
+        is_estimate = (self.device.clock is not None or self.by_xla) and not bound
+        rate = peak * (KERNEL_EFFICIENCY if is_estimate else 1.0)
+        seconds = max(own["flops"] / rate, size / self.device.memory) + self._launch
+        return Cost(seconds, "kernels", bound, AT_A_SHARE * (self.by_xla and is_estimate))
 
     def _kernel_peak(
         self, kernel: Instruction, operands: Iterable[Sequence[Shape]]
@@ -235,16 +264,55 @@ class Costs:
         rates = {product_rate(self.device, one) or self.device.flops["bf16"] for one in wanted}
         return max(rates), ANY_PRECISION if len(rates) > 1 else ""
 
-    def _roofline(
-        self, computation: Computation, instruction: Instruction, kind: Kind
-    ) -> Cost | str:
+    def _on_gpu(self, computation: Computation, instruction: Instruction, kind: Kind) -> Cost | str:
         at_peak = self.at_peak(computation, instruction)
         if isinstance(at_peak, str):
             return at_peak
         if instruction.target and not instruction.target.startswith(LIBRARIES):
             return "a library call that says nothing of its time"
         size = self._least.of(computation, instruction)
-        return Cost(max(at_peak, size / self.device.memory), kind)
+        passed = size / self.device.memory
+        if not self.by_xla:
+            return Cost(max(at_peak, passed), kind)
+        said = xla_model.compute_seconds(instruction)
+        if at_peak and said is None:
+            seconds = max(at_peak / KERNEL_EFFICIENCY, passed)
+            return Cost(seconds + self._launch, kind, assumed=AT_A_SHARE)
+        if at_peak and said is not None:
+            said = max(self._measured(computation, instruction, said, at_peak), passed)
+        needs_more = said is None and kind == "other" and instruction.opcode != "fusion"
+        bound = ONE_PASS if needs_more and size > SMALL else ""
+        return Cost((passed if said is None else said) + self._launch, kind, bound)
+
+    @property
+    def _launch(self) -> float:
+        return xla_model.LAUNCH if self.by_xla else 0.0
+
+    def _measured(
+        self, computation: Computation, product: Instruction, said: float, at_peak: float
+    ) -> float:
+        """What XLA's model says of a product, and no less than at the peak. Where a product of
+        these dtypes was not measured, it reaches that share of its peak which one in bfloat16
+        does."""
+        dots = list(self._dots(computation, product))
+        if len(dots) == 1:
+            ((home, dot),) = dots
+            read, made = precision_of(home, dot).dtypes, product.shapes[0].dtype
+            flops = flops_of(home, dot)
+            plain_flops = flops / (4 if made in _COMPLEX else 1) if isinstance(flops, int) else 0.0
+            in_bf16 = plain_flops / self.device.flops["bf16"]
+            if share := xla_model.share_of_peak(said, in_bf16, (*read, made)):
+                said = at_peak / share
+        return max(said, at_peak)
+
+    def _dots(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        if inside := called_inside(instruction):
+            for home, item in self.module.instructions(inside):
+                yield from self._dots(home, item)
+        elif instruction.opcode in ("dot", "custom-call"):
+            yield computation, instruction
 
 
 def done_of(computation: Computation, instruction: Instruction) -> Instruction:

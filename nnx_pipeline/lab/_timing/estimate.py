@@ -9,16 +9,18 @@ from nnx_pipeline.lab._hlo.cost import Unread, collective_of, unread
 from nnx_pipeline.lab._hlo.dataflow import Flow
 from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
-from nnx_pipeline.lab._hlo.opcodes import plain
+from nnx_pipeline.lab._timing import xla_model
 from nnx_pipeline.lab._timing.cost import Cost, Costs, done_of
-from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in, groups_of, pairs_of
-from nnx_pipeline.lab._timing.result import Pass, Time, TimeRow
+from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in
+from nnx_pipeline.lab._timing.result import Basis, Pass, Time, TimeRow
 from nnx_pipeline.lab._timing.schedule import BusySeconds, ScheduleWalk
 from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
 from nnx_pipeline.lab.attribution._origins import Origins
 from nnx_pipeline.lab.errors import counted
 
 Key = tuple[str, str]  # an instruction: the names of its computation and of itself
+
+AT_LINKS = "XLA's model has no figure, and its bytes count at the rate of the links"
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Estimate:
         known = whole and all_sent
         busy = span.compute + span.stalled
         at_peak = self._seconds_at_peak
-        counts_least = device.clock is None or bool(self.bounds)
+        counts_least = self._basis == "roofline" or bool(self.bounds)
         return Time(
-            basis="roofline" if device.clock is None else "cycles",
+            basis=self._basis,
             known_seconds=span.compute,
             compute_seconds=span.compute if whole else None,
             collective_seconds=span.collective if all_sent else None,
@@ -80,6 +82,21 @@ class Estimate:
     def unread(self) -> tuple[Unread, ...]:
         return (*self._unknown_compute, *self._unknown_collectives)
 
+    @property
+    def _basis(self) -> Basis:
+        if self.links.device.clock is not None:
+            return "cycles"
+        return "xla-model" if self._cost_model.by_xla else "roofline"
+
+    @property
+    def assumed(self) -> tuple[Unread, ...]:
+        """The instructions of which XLA's model has no figure, so that a rule stands for it."""
+        return tuple(
+            unread(instruction, "time_rule", times, reason)
+            for computation, instruction, times in self._taken()
+            if times and (reason := self._assumed(computation, instruction))
+        )
+
     @cached_property
     def bounds(self) -> tuple[Unread, ...]:
         """The instructions of which the estimate has no more than the least that they take."""
@@ -105,6 +122,17 @@ class Estimate:
             bool(times) and self._walk.guessed(computation, instruction)
             for computation, instruction, times in self._taken()
         )
+
+    def _assumed(self, computation: Computation, instruction: Instruction) -> str:
+        key = computation.name, instruction.name
+        cost = self._costs.get(key)
+        if isinstance(cost, Cost) and cost.assumed:
+            return cost.assumed
+        if not self._cost_model.by_xla or not self._sent.get(key):
+            return ""
+        parts = collectives_in(self.module, computation, instruction)
+        said = (xla_model.collective_seconds(found, instruction) for _, found in parts)
+        return AT_LINKS if None in said else ""
 
     def _bound(self, computation: Computation, instruction: Instruction) -> str:
         cost = self._costs.get((computation.name, instruction.name))
@@ -189,12 +217,12 @@ class Estimate:
     def _on_links(self, computation: Computation, instruction: Instruction) -> float | None:
         total = 0.0
         for home, found in collectives_in(self.module, computation, instruction):
-            is_permutation = plain(found.opcode) == "collective-permute"
-            devices = len(self.links.places)
-            joined = pairs_of(found) if is_permutation else groups_of(found, devices)
             done, in_fusion = done_of(home, found), home.name in self._parts
             kind, size = collective_of(home, done, in_fusion=in_fusion)
-            seconds = None if joined is None else self.links.seconds(kind, size, joined)
+            seconds = self.links.takes(found, kind, size)
+            if self._cost_model.by_xla and seconds != 0:
+                said = xla_model.collective_seconds(found, instruction)
+                seconds = seconds if said is None else said
             if seconds is None:
                 return None
             total += seconds

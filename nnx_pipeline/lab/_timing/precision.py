@@ -16,7 +16,7 @@ _ALGORITHM = re.compile(r"dot_(bf16|f16|tf32|f32|f64)_\w+?(?:_x(\d))?")
 _ASKED = re.compile(r'"(operand_precision|algorithm)"\s*:\s*(\[[^\]]*\]|"\w*")')
 # The pieces that a TPU makes of an operand, each multiplied as `bf16`.
 _PIECES = {"s16": 2, "u16": 2, "s32": 4, "u32": 4}
-_AS_S8 = {"s4", "u4", "s8", "u8", "f8e5m2"}  # what a TPU multiplies at the rate of `s8`
+_NARROW = {"s4", "u4", "s8", "u8", "f8e5m2"}
 _PARTS = {"c64": "f32", "c128": "f64"}  # the numbers of which a complex one is made
 # The program of a kernel of a TPU, and in it, where it is text, each product with its operands.
 _BODY = re.compile(r'"body"\s*:\s*"([^"]*)"')
@@ -47,7 +47,7 @@ def product_rate(device: Device, wanted: ProductPrecision) -> float | None:
     if fixed := _ALGORITHM.fullmatch(wanted.algorithm):
         return _rate(device, fixed[1], int(fixed[2] or 1))
     if device.dimensions:
-        is_small = set(wanted.dtypes) <= _AS_S8 and "s8" in device.flops
+        is_small = {*wanted.dtypes} <= {*device.halved} and "s8" in device.flops
         return _rate(device, "s8", 1) if is_small else _rate(device, "bf16", _passes(wanted))
     # XLA's own kernels take TF32 at the default alone, its libraries at `high` too.
     exact = PRECISIONS[2:] if wanted.in_library else PRECISIONS[1:]
@@ -80,7 +80,7 @@ def precisions_of_kernel(
 def _of_operands(read: Sequence[Shape], levels: Sequence[str]) -> tuple[ProductPrecision, ...]:
     """What products of these arrays may ask, with one of these precisions."""
     largest = sorted(read, key=lambda shape: -shape.elements)[:2]
-    if largest and {shape.dtype for shape in largest} <= _AS_S8:  # the others may be scales
+    if largest and {shape.dtype for shape in largest} <= _NARROW:  # the others may be scales
         return (ProductPrecision((largest[0].dtype, largest[-1].dtype)),)
     wide = {shape.dtype for shape in read} & {"f32", "bf16", "f16"} or {"bf16"}
     return tuple(ProductPrecision((one, one), (level, level)) for one in wide for level in levels)

@@ -4,7 +4,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Basis = Literal["cycles", "roofline"]
+from nnx_pipeline.lab._timing.band import Band, Program, band_of
+
+Basis = Literal["cycles", "xla-model", "roofline"]
 Pass = Literal["forward", "recomputed", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputed", "backward")
 
@@ -31,10 +33,12 @@ class TimeRow:
 class Time:
     """How long one step of a program takes on each device; None for what the program does not say.
 
-    - `basis`: `cycles` by the TPU compiler's estimates, or `roofline`, a lower bound.
+    - `basis`: `cycles` by the TPU compiler's estimates, `xla-model` by XLA's own model of a GPU, or
+      `roofline`, a lower bound.
     - `known_seconds`: the sum over the instructions whose time is known, but collectives;
       `compute_seconds`: the same where that is all of them.
-    - `collective_seconds`: the sum over all collectives, from their bytes and the links.
+    - `collective_seconds`: the sum over all collectives, from their bytes and the links, or by
+      XLA's model.
     - `exposed_seconds`, `memory_wait_seconds`: how long the compute waits for collectives, and for
       transfers between memory and chip, or memory and host.
     - `host_seconds`: how long transfers to and from the host go on, waited for or not.
@@ -46,6 +50,7 @@ class Time:
     - `launches`: how many instructions with a time run, collectives left out.
     - `is_lower_bound`: a step takes at least that long; `is_open`: so it would, but the longest
       branch of a conditional counts, and another may run.
+    - `program`: what is trained, "" where that is not known.
     """
 
     basis: Basis
@@ -64,16 +69,24 @@ class Time:
     peak_flops: float
     is_lower_bound: bool = False
     is_open: bool = False
+    program: Program = ""
     rows: tuple[TimeRow, ...] = ()
 
-    def of_model(self, useful_flops: float, bubble_share: float) -> "Time":
+    def of_model(self, useful_flops: float, bubble_share: float, program: Program) -> "Time":
         """The same with the operations per device and step that the model needs, counted once."""
         mfu = useful_flops / (self.step_seconds * self.peak_flops) if self.step_seconds else None
-        return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share)
+        return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share, program=program)
+
+    @property
+    def band(self) -> Band | None:
+        """How far measured steps of this kind lay from their estimates; None for too few."""
+        return band_of(self.basis, self.program) if self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as `--json` writes them, without the rows."""
         more = ("basis", "is_lower_bound", "known_seconds", "range_seconds")
         names = (*KEYS, *more, "memory_wait_seconds", "host_seconds")
         around = self.range_seconds and list(self.range_seconds)
-        return {**{name: getattr(self, name) for name in names}, "range_seconds": around}
+        band = self.band and dataclasses.asdict(self.band)
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "range_seconds": around, "band": band}

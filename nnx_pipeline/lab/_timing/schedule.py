@@ -1,11 +1,11 @@
 """Walks a program in the order in which it runs, and overlaps what it lets overlap.
 
-Compute, collectives on the links, and transfers (between memory and chip, to the host, from it) go
-on beside each other, each kind one after the other. A collective that is one instruction stops the
-compute. A start and a done run beside what is between them, and the compute waits at the done. The
-TPU compiler also spreads a collective over several fusions of one `chain_id`: it starts with the
-first, and the last waits. A loop takes its trips, a conditional the shares of its branches, or the
-longest.
+Compute, collectives on the links, those between slices, and transfers (between memory and chip, to
+the host, from it) go on beside each other, each kind one after the other. A collective that is one
+instruction stops the compute. A start and a done, or a recv and its done, run beside what is
+between them, and the compute waits at the done. The TPU compiler also spreads a collective over
+several fusions of one `chain_id`: it starts with the first, and the last waits. A loop takes its
+trips, a conditional the shares of its branches, or the longest.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._timing.links import collectives_in
 
 Way = Literal["on-chip", "to host", "from host"]  # what a transfer goes over
+Network = Literal["links", "slices"]  # what a collective goes over: links, or between slices
 
 
 class Transfer(NamedTuple):
@@ -58,7 +59,7 @@ class Duration:
 class _Clock(Duration):
     """What was spent until now (`total`), and when the links and the transfers are free."""
 
-    links_free: float = 0.0
+    links_free: dict[Network, float] = field(default_factory=dict)
     free: dict[Way, float] = field(default_factory=dict)  # when the next transfer may begin
     sent: dict[str, float] = field(default_factory=dict)  # ends of collectives, by their start
     moved: dict[str, float] = field(default_factory=dict)  # ends of transfers
@@ -67,10 +68,10 @@ class _Clock(Duration):
         self.total += seconds
         self.compute += seconds
 
-    def send(self, name: str, seconds: float) -> None:
-        self.links_free = max(self.total, self.links_free) + seconds
+    def send(self, name: str, seconds: float, over: Network = "links") -> None:
+        self.links_free[over] = max(self.total, self.links_free.get(over, 0.0)) + seconds
         self.collective += seconds
-        self.sent[name] = self.links_free
+        self.sent[name] = self.links_free[over]
 
     def move(self, name: str, transfer: Transfer) -> None:
         way, seconds = transfer
@@ -93,7 +94,8 @@ class _Clock(Duration):
     def add(self, span: Duration) -> None:
         """A loop, a branch or a call, in which everything that is started also ends."""
         if span.collective:
-            self._expose(self.links_free)  # the links carry one collective after the other
+            # The links carry one collective after the other.
+            self._expose(self.links_free.get("links", self.total))
         for name, seconds in dataclasses.asdict(span).items():
             setattr(self, name, getattr(self, name) + seconds)
 
@@ -187,8 +189,8 @@ class ScheduleWalk:
                 if not opcode.endswith("-start"):
                     clock.wait(name)
             if chain is None and links:
-                clock.send(name, links)
-                if not opcode.endswith("-start"):
+                clock.send(name, links, "slices" if opcode == "recv" else "links")
+                if not opcode.endswith("-start") and opcode != "recv":
                     clock.wait(name)
             elif chain is not None and chain[1] == "first":
                 clock.send(chain[0], links)

@@ -37,7 +37,7 @@ def at_constraints(
     lines: dict[str, tuple[Frame, ...]] = {}
     notes: dict[str, None] = {}
     for instruction in flow.instructions.values():
-        if collective(instruction.opcode) in _ADDING:
+        if collective(instruction) in _ADDING:
             continue
         operation = instruction.op_name.rpartition("/")[2]
         known = made.get((source_of(instruction) or "", operation), [])
@@ -73,7 +73,7 @@ def _candidates(
 
 def _maker(flow: Flow, instruction: Instruction) -> Instruction:
     # It may be behind other collectives.
-    while collective(instruction.opcode):
+    while collective(instruction):
         instruction = flow.lineage((instruction.operands[0], ()))[-1]
     return instruction
 

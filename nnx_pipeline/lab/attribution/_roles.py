@@ -93,7 +93,7 @@ class Roles:
         made_by = lineage[-1]
         if made_by.name not in self._arguments:
             return None
-        if any(collective(item.opcode) == "all-gather" for item in lineage):
+        if any(collective(item) == "all-gather" for item in lineage):
             return "gathered weight"
         converted = any(item.opcode == "convert" for item in lineage)
         same = not converted and all(made.dtype == shape.dtype for made in made_by.shapes)
@@ -120,19 +120,19 @@ class Roles:
                 return "gradient"
             if self._read_backward(state, again=again):
                 return "saved residual"
-        return "collective buffer" if collective(writer.opcode) else "scan carry"
+        return "collective buffer" if collective(writer) else "scan carry"
 
     def _of_collective(self, value: Value, shape: Shape) -> str | None:
         """Rule 4."""
         # A weight's gradient by column shards becomes one by row shards: the shape tells the end
         # of this exchange, where the pass does not, if a loss computes its gradient when called.
-        exchanged = collective(self.flow.lineage(value)[-1].opcode) == "all-to-all"
+        exchanged = collective(self.flow.lineage(value)[-1]) == "all-to-all"
         if exchanged and self._has_backward and self._like_parameter(shape, gathered=False):
             return "gradient"
         lineage = self.flow.lineage(value, reshaped=False)
-        kinds = [kind for item in lineage if (kind := collective(item.opcode))]
+        kinds = [kind for item in lineage if (kind := collective(item))]
         sends = any(
-            collective(reader.opcode) and reader.opcode.endswith("-start")
+            collective(reader) and reader.opcode.endswith(("-start", "send"))
             for reader, _ in self.flow.readers(value)
         )
         if not kinds and not sends:

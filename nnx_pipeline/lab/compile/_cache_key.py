@@ -25,12 +25,14 @@ PACKAGES = {
         *("jax-cuda13-plugin", "jax-cuda13-pjrt"),
         *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13"),
     ),
+    "rocm": ("jax-rocm7-pjrt",),
 }
 # Names, or prefixes of names, of the environment variables that the compilers, JAX and Flax read.
 ENVIRONMENT = {
     "": ("XLA_", "JAX_", "FLAX_"),
     "tpu": ("TPU_", "LIBTPU_", "TF_XLA_FLAGS", "TF_JITRT_FLAGS"),
     "cuda": ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH", "TRITON_"),
+    "rocm": ("ROCM_PATH", "HIP_", "TRITON_"),
 }
 # JAX options that `Platform.devices` sets itself and that stay out of the key; the mesh gives the
 # number of devices.
@@ -95,10 +97,9 @@ def _found(value: Callable[..., object]) -> str:
 
 @functools.cache
 def source() -> str:
-    """A hash of all source files of this package, its tables and its descriptions of GPUs."""
+    """A hash of all source files of this package, and of its tables."""
     digest = hashlib.sha256()
-    kinds = ("*.py", "*.toml", "*.txtpb")
-    for path in sorted(file for kind in kinds for file in ROOT.rglob(kind)):
+    for path in sorted((*ROOT.rglob("*.py"), *ROOT.rglob("*.toml"))):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
     return digest.hexdigest()

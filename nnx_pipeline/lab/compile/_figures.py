@@ -69,7 +69,9 @@ def read_program(
         *cost.unknown_opcodes(module, runs),
     ]
     notes = [*whole, *cost.branch_notes(module, runs, shares)]
+    by_rule: tuple[cost.Unread, ...] = ()
     if estimate:
+        by_rule = *estimate.bounds, *estimate.assumed
         found += estimate.unread
         notes += estimate.notes
     return ProgramFigures(
@@ -79,7 +81,7 @@ def read_program(
         attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
         assigned=outside_heap,
         time=estimate.time if estimate else None,
-        unread=(*cost.merged(found), *(estimate.bounds if estimate else ()), *unreadable),
+        unread=(*cost.merged(found), *by_rule, *unreadable),
         notes=tuple(notes),
     )
 

@@ -54,12 +54,12 @@ def lowered_without_devices(program: ClosedJaxpr, platform: Platform) -> Iterato
     """A context to lower a program in, which raises InputError for what JAX cannot lower there: a
     callback to Python in a program for NVIDIA, `eig` there, for which it asks cuSOLVER on such a
     GPU, and a primitive that it does not lower for the platform at all."""
-    if platform.kind == "cuda":
+    if platform.is_gpu:
         for equation in equations_of(program):
             if name := _CALLBACKS.get(equation.primitive.name):
                 raise InputError(
                     f"{name}{_line(program, equation.primitive.name)} calls Python, which JAX "
-                    f"compiles for NVIDIA only on a machine with such a GPU; {_CURE}"
+                    f"compiles for a GPU only on a machine with such a GPU; {_CURE}"
                 )
     try:
         yield

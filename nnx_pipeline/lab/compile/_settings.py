@@ -7,14 +7,17 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from nnx_pipeline.lab.compile._gpus import GPUS
 from nnx_pipeline.lab.errors import InputError, nearest
 
 # The setting that `--gemm` stands for.
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+# With it XLA writes what its model of a GPU says of the time into the program.
+COST_MODEL = "xla_gpu_collect_cost_model_stats"
 _EXAMPLE = "xla_tpu_scoped_vmem_limit_kib=65536"
 _BOOLEANS = {"true": True, "false": False}
 # The compilers of the other platforms accept some of these names and do nothing with them.
-_KINDS = {"xla_tpu_": "tpu", "xla_gpu_": "cuda", "xla_cpu_": "cpu"}
+_KINDS = {"xla_tpu_": ("tpu",), "xla_gpu_": GPUS, "xla_cpu_": ("cpu",)}
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,12 @@ def check_kind(settings: Iterable[Setting], kind: str, platform: str) -> None:
                 f"compiler setting {one}: the lab sets the dump itself, because it reads the "
                 "buffers from it; leave it out, and use --hlo for the text of the program"
             )
-        meant = "tpu" if one.of_set else _KINDS.get(one.name[: len("xla_tpu_")], kind)
-        if kind not in (meant, "local"):
-            what = one.of_set or one
+        begins = "xla_tpu_" if one.of_set else one.name[: len("xla_tpu_")]
+        meant = _KINDS.get(begins, (kind,))
+        if kind not in (*meant, "local"):
+            what, kinds = one.of_set or one, " and ".join(meant)
             raise InputError(
-                f"compiler setting {what} is for {meant} platforms and would do nothing for "
+                f"compiler setting {what} is for {kinds} platforms and would do nothing for "
                 f"{platform}; leave it out"
             )
 

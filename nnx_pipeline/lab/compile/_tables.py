@@ -1,10 +1,14 @@
-"""Writes out the tables of integers in the text of a compiled program. The text has `{...}` in the
-place of every constant of more than ten entries. Tables of which a loop reads one entry in each
-trip choose branches (`_hlo.loops`). The program in its binary form has them."""
+"""Writes into the text of a compiled program what only its binary form has.
+
+- Tables of integers: the text has `{...}` in the place of every constant of more than ten entries.
+  Tables of which a loop reads one entry in each trip choose branches (`_hlo.loops`).
+- What XLA's model says of an asynchronous reduce-scatter or all-to-all (`_timing.xla_model`): it
+  stands in a computation that the text leaves out.
+"""
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +21,10 @@ _LEFT_OUT = re.compile(
     r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|[su](?:8|16|32|64))\[(\d+)\]\S* constant\()\{\.\.\.\}",
     re.MULTILINE,
 )
+_NO_COSTS = re.compile(
+    r'^(\s*(?:ROOT )?%?([\w.$-]+) = [^\n]*-start\([^\n]*?)"reification_cost":\[\]', re.MULTILINE
+)
+_COSTS = re.compile(r'"reification_cost":\[\{[^\]]*\]')
 # The fields of a literal that hold integers: their number and type, and how bytes are to be read.
 _INTEGERS: dict[str, tuple[int, str, str]] = {
     "preds": (2, "BOOL", ""),
@@ -33,8 +41,14 @@ _INTEGERS: dict[str, tuple[int, str, str]] = {
 # with their number and the message, or the type of the values, that they hold.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Module": {"computations": (3, "Computation")},
-    "Computation": {"instructions": (2, "Instruction")},
-    "Instruction": {"name": (1, "STRING"), "literal": (8, "Literal")},
+    "Computation": {"instructions": (2, "Instruction"), "id": (5, "INT64")},
+    "Instruction": {
+        "name": (1, "STRING"),
+        "opcode": (2, "STRING"),
+        "literal": (8, "Literal"),
+        "called": (38, "INT64"),
+        "config": (43, "BYTES"),
+    },
     "Literal": {name: (number, type_name) for name, (number, type_name, _) in _INTEGERS.items()},
 }
 
@@ -55,6 +69,35 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
     for module in modules:
         tables |= _tables(module.as_serialized_hlo_module_proto(), wanted)
     return _LEFT_OUT.sub(lambda found: found[1] + tables.get(found[2], "{...}"), text)
+
+
+def with_costs(text: str, compiled: jax.stages.Compiled) -> str:
+    """The text of a program with the list of costs in each start whose text has an empty one."""
+    executable: Any = compiled.runtime_executable()
+    if not _NO_COSTS.search(text) or executable is None:
+        return text
+    costs: dict[str, str] = {}
+    try:
+        modules = executable.hlo_modules()
+    except jax.errors.JaxRuntimeError:
+        return text  # the rates of the links then count, and a line says so
+    for module in modules:
+        costs |= dict(_costs_of_starts(module.as_serialized_hlo_module_proto()))
+    return _NO_COSTS.sub(
+        lambda found: found[1] + costs.get(found[2], '"reification_cost":[]'), text
+    )
+
+
+def _costs_of_starts(module: bytes) -> Iterator[tuple[str, str]]:
+    """Each asynchronous start with the costs of what it runs, as they are written."""
+    computations = _module_type().FromString(module).computations
+    inside = {one.id: one.instructions for one in computations}
+    for one in computations:
+        for start in one.instructions:
+            for number in start.called if start.opcode == "async-start" else ():
+                for item in inside.get(number, ()):
+                    if found := _COSTS.search(item.config.decode(errors="replace")):
+                        yield start.name, found.group()
 
 
 def _tables(module: bytes, wanted: Collection[str]) -> dict[str, str]:
@@ -78,7 +121,7 @@ def _module_type() -> Any:
     for message, fields in _MESSAGES.items():
         described = file.message_type.add(name=message)
         for name, (number, type_name) in fields.items():
-            single = type_name in ("STRING", "BYTES") or name == "literal"
+            single = type_name in ("STRING", "BYTES") or name in ("literal", "id")
             label = kinds.LABEL_OPTIONAL if single else kinds.LABEL_REPEATED
             field = described.field.add(name=name, number=number, label=label)
             if type_name in _MESSAGES:

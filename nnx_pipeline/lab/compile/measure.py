@@ -1,6 +1,7 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
+import math
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._hlo.module import fingerprint
 from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.rate import Rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab._tracing.constraints import Constraint, constraints_of
 from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
@@ -24,8 +26,10 @@ from nnx_pipeline.lab.compile import _figures as figures
 from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
-from nnx_pipeline.lab.compile._tables import with_tables
+from nnx_pipeline.lab.compile._settings import COST_MODEL
+from nnx_pipeline.lab.compile._tables import with_costs, with_tables
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.mesh import divided_over
 
 Progress = Callable[[str], None]
 
@@ -36,6 +40,8 @@ class Measurement:
 
     - `platform`: what it was compiled for, as `Platform.parse` reads it.
     - `mesh`: the size of each mesh axis.
+    - `dcn`: the axes that cross slices of a TPU, or hosts where there is one slice or none, each
+      with the number of these along it.
     - `config`: what was compiled: the config, or the function and the shapes of its arguments.
     - `memory`: bytes per device, as the compiler reports them.
     - `flops`: floating-point operations of all matrix products, per device and step; None if they
@@ -66,6 +72,8 @@ class Measurement:
     - `floor`: what any program for this step must hold and take; None for other programs.
     - `choices`: what was taken where the config leaves something open, by name; its entries are
       keys of the JSON.
+    - `tokens`: of a step, on all devices; None where nothing says so.
+    - `price`: of a chip for an hour, as the user gave it.
     """
 
     platform: str
@@ -94,6 +102,9 @@ class Measurement:
     notes: tuple[str, ...] = ()
     floor: Floor | None = None
     choices: dict[str, str] = dataclasses.field(default_factory=dict)
+    tokens: int | None = None
+    price: float | None = None
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -148,10 +159,26 @@ class Measurement:
         # Without the account constants are missing, so that nothing says that the program fits.
         return None if self.memory.account_bytes is None else False
 
+    @property
+    def chips(self) -> int:
+        """On how many chips it runs, some of which are two devices."""
+        per_chip = Platform.parse(self.platform).devices_per_chip
+        return math.ceil(math.prod(self.mesh.values()) / per_chip)
+
+    @property
+    def rate(self) -> Rate | None:
+        """Tokens per second and their cost; None where tokens or the time of a step are unknown."""
+        seconds = self.time.step_seconds if self.time else None
+        if not self.tokens or not seconds:
+            return None
+        return Rate(chips=self.chips, tokens=self.tokens, seconds=seconds, price=self.price)
+
     def to_json(self) -> dict[str, Any]:
         """The measurement as `measure --json` writes it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured", "choices"):
+            del fields[name]
+        for name in ("tokens", "price"):  # `rate` has them
             del fields[name]
         return {
             "schema": 1,
@@ -160,6 +187,7 @@ class Measurement:
             "account": self.account.to_json(),
             "time": self.time.to_json() if self.time else dict.fromkeys(KEYS),
             "floor": self.floor.to_json() if self.floor else None,
+            "rate": self.rate.to_json() if self.rate else None,
             **self.choices,
             "exceeds_device_memory": self.exceeds_device_memory,
         }
@@ -196,6 +224,7 @@ class Lowered:
     platform: Platform
     clock: "Clock"
     mesh: dict[str, int]
+    dcn: dict[str, int]
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
@@ -215,12 +244,13 @@ class Lowered:
         return Measurement(
             platform=str(platform),
             mesh=self.mesh,
+            dcn=self.dcn,
             config=self.config,
             memory=found.memory,
             xla_flops=found.costs.get("flops"),
             bytes_accessed=found.costs.get("bytes accessed"),
             device_memory_bytes=platform.memory_bytes(),
-            gemm=platform.gemm if platform.kind == "cuda" else None,
+            gemm=platform.gemm if platform.is_gpu else None,
             xla=applied,
             xla_left_out=left_out,
             seconds=clock.seconds,
@@ -231,12 +261,16 @@ class Lowered:
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
         hlo = with_tables(compiled.as_text() or "", compiled)
+        if self.platform.compiler_options.get(COST_MODEL):
+            hlo = with_costs(hlo, compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
         program = figures.read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
         notes = [*figures.dropped_arguments(compiled), *figures.lost_donations(compiled, hlo)]
         notes += figures.scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        if program.time and (why := self.platform.why_a_roofline):
+            notes.append(f"the estimated time is a roofline, because {why}")
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
@@ -276,6 +310,7 @@ def lower_traced(
         platform=platform,
         clock=clock,
         mesh=mesh,
+        dcn=divided_over(jax.sharding.get_mesh()),
         config=config,
     )
 

@@ -31,7 +31,10 @@ _HEAD = """\
 # step as estimated from the program that it made.
 # Written by `pytest --update-memory-budgets`; comments are not kept.
 """
-_PACKAGES = {"cpu": ("jaxlib",), "tpu": ("jaxlib", "libtpu"), "cuda": ("jaxlib", "jax-cuda13-pjrt")}
+_PACKAGES = {
+    **{"cpu": ("jaxlib",), "tpu": ("jaxlib", "libtpu")},
+    **{"cuda": ("jaxlib", "jax-cuda13-pjrt"), "rocm": ("jaxlib", "jax-rocm7-pjrt")},
+}
 
 Figures = Mapping[str, float]  # bytes are whole numbers
 

@@ -91,9 +91,9 @@ class CompiledMemory:
         """The estimated time of one step: its compute, and what the compute waits for.
 
         It follows from the compiled program alone. None on a CPU, and where the time of an
-        instruction is not known; `measurement.unread` names that. For an NVIDIA GPU, and where
-        `measurement.time.is_lower_bound` says so, a step takes at least that long: that it is at
-        most a limit is then necessary, and not enough.
+        instruction is not known; `measurement.unread` names that. `measurement.time.basis` says by
+        what it is known. Where `measurement.time.is_lower_bound` says so, as of every roofline, a
+        step takes at least that long: that it is at most a limit is then necessary, and not enough.
         """
         return self.measurement.time.step_seconds if self.measurement.time else None
 

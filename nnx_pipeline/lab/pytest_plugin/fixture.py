@@ -9,10 +9,11 @@ import pytest
 
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.compile._packages import MissingCompiler
 from nnx_pipeline.lab.compile._places import AnyMesh
 from nnx_pipeline.lab.compile._settings import written
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets

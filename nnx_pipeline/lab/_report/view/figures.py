@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rich.text import Text
+
 from nnx_pipeline.lab._timing.result import Time
 from nnx_pipeline.lab.attribution.account import ROWS, Memory
 from nnx_pipeline.lab.comparison._numerics import Numerics
@@ -10,7 +12,7 @@ from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, 
 from nnx_pipeline.lab.compile.measure import Measurement
 
 DASH = "–"
-GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
+TRITON = "Triton"
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
 COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
 TOTAL = "the account: what must fit"
@@ -23,6 +25,24 @@ OTHER_ROWS = {  # figures of `Memory` that are no part of the account
     "host outputs": "host_output_bytes",
 }
 _BOUNDED = ("compute_seconds", "step_seconds")
+
+
+def library(platform: str) -> str:
+    """The library of a GPU's maker that makes matrix products with `--gemm cublas`."""
+    return "hipBLASLt" if platform.startswith("rocm") else "cuBLASLt"
+
+
+def library_of(outcome: Outcome) -> str:
+    return library(next((one.platform for one in (outcome.a, outcome.b) if one), ""))
+
+
+def products_by(measured: Measurement) -> str:
+    """What made a program's matrix products; "" where there is no choice."""
+    return {None: "", "triton": TRITON}.get(measured.gemm, library(measured.platform))
+
+
+def same_memory(platform: str) -> Text:
+    return Text(f"matrix products by {library(platform)}: the same memory")
 
 
 def megabytes(value: float | None) -> str:
@@ -52,11 +72,18 @@ def relative_change(before: float, after: float) -> str:
 def basis_of(time: Time) -> str:
     if time.basis == "cycles":
         return "by the compiler's cycles"
+    if time.basis == "xla-model":
+        return "by XLA's own model of the GPU"
     return (
         "a roofline of the longest branches"
         if time.is_open
         else "a roofline: no program reaches it"
     )
+
+
+def band(time: Time) -> str:
+    """How far from an estimated step the measured ones of its kind were."""
+    return str(time.band or "no step that is estimated so was measured, and the error is not known")
 
 
 def estimated(time: Time | None, figure: str) -> str:

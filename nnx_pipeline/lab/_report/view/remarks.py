@@ -1,5 +1,6 @@
 """The sentences beside the figures of a report: compiler, settings, notes and warnings."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,15 @@ from typing import Literal
 
 from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report.view.buffers import buffer_rows
-from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler, megabytes
+from nnx_pipeline.lab._report.view.figures import (
+    TRITON,
+    band,
+    compiler,
+    library,
+    megabytes,
+    products_by,
+)
+from nnx_pipeline.lab._timing.rate import MILLION, TRILLION
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile._settings import written
@@ -26,7 +35,9 @@ FIGURES = {
     "account": "the account",
     "time": "the estimated time",
     "time_bound": "the estimated time",
+    "time_rule": "the estimated time",
 }
+_HOW = {"time_bound": "only a lower bound", "time_rule": "only by a rule"}
 SHOWN = 3  # instructions that a line names
 Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 
@@ -50,18 +61,32 @@ def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
     return [*map(Remark, settings_lines(measured)), *warnings(left_out)]
 
 
+def rate_remarks(measured: Measurement) -> list[Remark]:
+    """Tokens per second and, where the user gave a price, what they cost."""
+    rate, time = measured.rate, measured.time
+    if rate is None or time is None:
+        return []
+    least, most = ("≥ ", "≤ ") if time.is_lower_bound else ("", "")
+    text = f"{rate.tokens:,} tokens in a step, {most}{rate.per_chip_second:,.0f} per chip-second"
+    if rate.price is not None:
+        million, trillion = rate.cost_of(MILLION), rate.cost_of(TRILLION)
+        text += f"; at {rate.price:g} per chip-hour {least}{million:,.4f} per million tokens and "
+        text += f"{least}{trillion:,.0f} per trillion"
+    return [Remark(text)]
+
+
 def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
     return warnings([CPU_WARNING] if measured and measured[0].is_of_cpu else [])
 
 
 def gemm_remarks(measured: Sequence[Measurement], *, hint: bool) -> list[Remark]:
     """By which library matrix products are; `hint` names the option that measures both."""
-    kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
+    kinds = list(dict.fromkeys(products_by(one) for one in measured if one.gemm))
     if not kinds:
         return []
-    text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
+    text = f"matrix products by {' and by '.join(kinds)}"
     band = "; --gemm both shows the range" if hint and len(kinds) == 1 else ""
-    either = " or ".join(GEMM_NAMES.values())
+    either = f"{TRITON} or {library(measured[0].platform)}"
     return [Remark(f"{text}; autotuning on a GPU may pick {either}{band}")]
 
 
@@ -85,6 +110,8 @@ def closing_remarks(
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
     remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
     remarks += warnings(unread_lines(measured))
+    timed = [one.time for one in measured if one.time and one.time.step_seconds]
+    remarks += [Remark(f"step: {line}") for line in dict.fromkeys(map(band, timed))]
     remarks += [
         Remark(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -134,21 +161,31 @@ def headed(title: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def unread_lines(measured: Sequence[Measurement]) -> list[str]:
-    """One line for each kind of instruction or text that figures leave out."""
-    groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
+    """One line for each reason why figures leave out instructions or texts."""
+    groups: dict[tuple[tuple[str, ...], str], dict[tuple[str, str], Unread]] = defaultdict(dict)
     for measurement in measured:
         for item in measurement.unread:
-            groups[item.figures, item.what, item.reason][item.name] = item
+            groups[item.figures, item.reason][item.what, item.name] = item
     return [_line(list(items.values())) for items in groups.values()]
 
 
 def _line(items: list[Unread]) -> str:
     first = items[0]
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
-    names = [_called(item) for item in items[:SHOWN] if item.name]
-    names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
-    return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
+    # The first of each kind first, and those of a kind beside each other.
+    by_kind = [
+        [one for one in items if one.what == what]
+        for what in dict.fromkeys(one.what for one in items)
+    ]
+    shown = [one for turn in itertools.zip_longest(*by_kind) for one in turn if one][:SHOWN]
+    kinds = [
+        f"{kind[0].what} {', '.join(_called(one) for one in kind if one in shown and one.name)}"
+        for kind in by_kind
+        if kind[0] in shown
+    ]
+    rest = [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    how = _HOW.get(first.figures[0], "not")
+    return f"{how} in {figures}: {', '.join([*map(str.strip, kinds), *rest])}: {first.reason}"
 
 
 def _called(item: Unread) -> str:

@@ -1,0 +1,64 @@
+"""How far measured steps lay from their estimates, and where that is said."""
+
+import pytest
+
+from nnx_pipeline.lab._report.view import figures
+from nnx_pipeline.lab._timing import band
+from nnx_pipeline.lab._timing.band import Run, band_of
+from nnx_pipeline.lab._timing.result import Time
+
+RUNS = tuple(
+    Run(what=what, basis=basis, program=program, estimated=2.0, measured=measured)  # type: ignore[arg-type]
+    for what, basis, program, measured in (
+        ("a", "cycles", "dense", 1.8),
+        ("b", "cycles", "dense", 2.1),
+        ("c", "cycles", "dense", 2.6),
+        ("d", "cycles", "experts", 1.0),
+        ("e", "xla-model", "dense", 2.4),
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def known_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(band, "runs", lambda: RUNS)
+
+
+@pytest.mark.parametrize(
+    ("basis", "program", "but", "said"),
+    [
+        ("cycles", "dense", "", "of dense models were within −10 … +30 % of the estimate (3 runs)"),
+        ("cycles", "dense", "c", "of dense models were within −10 … +5 % of the estimate (2 runs)"),
+        # One run alone is no band: those of all models count.
+        ("cycles", "experts", "", "of all models were within −50 … +30 % of the estimate (4 runs)"),
+        ("cycles", "", "", "of all models were within −50 … +30 % of the estimate (4 runs)"),
+        ("xla-model", "dense", "", "of all models were within +20 % of the estimate (1 run)"),
+    ],
+)
+def test_the_band_of_a_kind(basis: str, program: band.Program, but: str, said: str) -> None:
+    assert str(band_of(basis, program, but=but)) == f"measured steps {said}"
+
+
+def test_where_nothing_was_measured() -> None:
+    assert band_of("roofline", "dense") is None
+    assert band_of("xla-model", "dense", but="e") is None
+
+
+def test_a_step_says_its_band() -> None:
+    nothing = dict.fromkeys(("collective_seconds", "exposed_seconds", "memory_wait_seconds"))
+    time = Time(
+        basis="cycles",
+        known_seconds=1.0,
+        compute_seconds=1.0,
+        **nothing,
+        host_seconds=None,
+        step_seconds=1.0,
+        range_seconds=None,
+        hfu=None,
+        launches=1,
+        peak_flops=1.0,
+    ).of_model(1.0, 0.0, "dense")
+    assert figures.band(time) == str(band_of("cycles", "dense"))
+    shown = time.to_json()["band"]
+    assert (shown["runs"], shown["least"]) == (3, pytest.approx(-0.1))
+    assert shown["most"] == pytest.approx(0.3)

@@ -1,0 +1,141 @@
+"""One program on several platforms: which there are, what fits, and what tokens cost."""
+
+import importlib.metadata
+
+import jax
+import pytest
+from helpers import Run, missing
+
+from nnx_pipeline import lab
+from nnx_pipeline.lab._cli.values import Costing
+from nnx_pipeline.lab._timing.rate import Rate
+from nnx_pipeline.lab.compile import _gpus
+from nnx_pipeline.lab.compile.platform import Platform, targets
+
+PRODUCT = ("jax.numpy:matmul", "--arg", "bfloat16[4096,1024]", "--arg", "bfloat16[1024,512]")
+V5P = ("--platform", "tpu:v5p:2x2x1")
+CPU = ("--platform", "cpu")
+
+
+def test_all_that_can_be_compiled_for_is_listed(run: Run) -> None:
+    ended = run("platforms", "--json", "-")
+    listed = {row["platform"]: row for row in ended.json["platforms"]}
+    gpus = sum(len(_gpus.targets(kind)) for kind in _gpus.GPUS)
+    assert len(listed) == gpus + 7  # generations of TPUs
+    assert [str(Platform.parse(name)) for name in listed] == list(map(str, targets()))
+    assert listed["tpu:v5p:2x2x1"]["memory_bytes"] == int(95.74 * 2**30)
+    assert listed["tpu:v5p:2x2x1"]["time_basis"] == "cycles"
+    shown = run("platforms").out
+    for name, row in listed.items():
+        assert f" {name} " in shown
+        assert f" {row['memory_bytes'] / 1e9:,.1f} " in shown
+
+
+def test_a_compiler_that_is_missing_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "libtpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "tpu: libtpu not installed; pip install 'nnx-pipeline[tpu]'" in run("platforms").out
+
+
+def test_tokens_and_their_cost_by_hand() -> None:
+    """1,000 tokens in 0.5 s on 4 chips are 500 per chip-second, or 1.8 million in an hour."""
+    rate = Rate(chips=4, tokens=1000, seconds=0.5, price=3.6)
+    assert rate.per_chip_second == 500
+    assert rate.cost_of(1_800_000) == pytest.approx(3.6)
+    assert rate.to_json()["cost_of_million_tokens"] == pytest.approx(2.0)
+    assert Rate(chips=4, tokens=1000, seconds=0.5).cost_of(10**6) is None
+
+
+def test_a_price_is_for_the_platforms_that_begin_so() -> None:
+    measured = lab.measure(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), platform="cpu")
+    prices = Costing(prices=("1", "cpu=2", "tpu:v5p=3"), tokens=64)
+    assert (prices.of(measured).price, prices.of(measured).tokens) == (2.0, 64)
+    assert Costing(prices=("tpu:v5p=3",), tokens=64).of(measured).price is None
+
+
+def test_two_devices_of_a_chip_are_one_chip() -> None:
+    assert Platform.parse("tpu:tpu7x:2x2x1").devices_per_chip == 2
+    assert Platform.parse("tpu:v5p:2x2x1").devices_per_chip == 1
+
+
+@pytest.mark.skipif(missing("libtpu"), reason="the extra tpu is not installed")
+def test_one_function_on_two_platforms(run: Run) -> None:
+    options = ("--price", "tpu:v5p=4", "--tokens", "4096")
+    ended = run("compare", *PRODUCT, *CPU, *V5P, *options)
+    assert ended.code == 0
+    on_cpu, on_tpu = (line for line in ended.out.splitlines() if line.startswith("│ "))
+    assert on_cpu.split() == ["│", "cpu", "│", "1", "│", *on_cpu.split()[5:]]
+    assert "│ yes " in on_tpu
+    found = run("compare", *PRODUCT, *CPU, *V5P, *options, "--json", "-").json["platforms"]
+    assert [one["platform"] for one in found] == ["cpu", "tpu:v5p:2x2x1"]
+    assert found[0]["rate"] is None  # nothing is known of the time on a CPU
+    rate, seconds = found[1]["rate"], found[1]["time"]["step_seconds"]
+    per_second = 4096 / seconds
+    assert rate["tokens_per_second_per_chip"] == pytest.approx(per_second)
+    assert rate["cost_of_million_tokens"] == pytest.approx(4 / 3600 / per_second * 1e6)
+    assert f" {1e9 * 4 / 3600 / per_second:,.2f} " in on_tpu
+
+
+def test_one_preset_on_two_platforms_has_its_tokens(run: Run) -> None:
+    small = ("--set", "model.num_layers=1", "--set", "train.global_batch=2")
+    ended = run("compare", "tiny", *small, *CPU, *CPU, "--json", "-")
+    assert [one["memory"] for one in ended.json["platforms"]] == [
+        ended.json["platforms"][0]["memory"]
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("command", "cure"),
+    [
+        (("measure", "tiny", *CPU, *V5P), "nnx-pipeline compare SUBJECT takes several"),
+        (("measure", "tiny", *CPU, "--price", "free"), "is no price of a chip for an hour"),
+        (("measure", "tiny", *CPU, "--price", "-1"), "is no price of a chip for an hour"),
+        (("compare", "tiny", *CPU, *CPU, "--price", "cpu=inf"), "is no price of a chip"),
+        (("compare", "tiny", *CPU, "--price", "1"), "give several --platform"),
+        (("compare", "tiny", "loss-chunks", *CPU, *V5P), "leave out loss-chunks"),
+        (("compare", "tiny", *CPU, *V5P, "--sweep", "model.num_layers=1,2"), "cannot be combined"),
+        (("measure", *PRODUCT, *CPU, "--price", "1"), "give --tokens N"),
+        (("compare", "tiny", *CPU, "--platform", "cuda:h100:x"), "needs a number of GPUs"),
+    ],
+)
+def test_what_does_not_go_together(run: Run, command: tuple[str, ...], cure: str) -> None:
+    ended = run(*command)
+    assert ended.code == 2
+    assert cure in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_tokens_of_a_preset_are_known(run: Run) -> None:
+    small = ("--set", "model.num_layers=1", "--set", "train.global_batch=2")
+    ended = run("measure", "tiny", *small, *CPU, "--tokens", "7")
+    assert ended.code == 2
+    assert "is for a function; a step of this preset has 128 tokens: leave it out" in ended.err
+
+
+def test_a_mesh_that_does_not_fit_is_said_at_once(run: Run) -> None:
+    ended = run("compare", *PRODUCT, "--mesh", "fsdp=8", *CPU, *V5P)
+    assert ended.code == 2
+    assert "compiling" not in ended.err
+
+
+def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nnx_pipeline.lab._cli import measuring
+    from nnx_pipeline.lab._cli.support import Failed
+
+    real = measuring.measured
+
+    def fails_once(*arguments: object) -> object:
+        monkeypatch.setattr(measuring, "measured", real)
+        raise Failed("no room")
+
+    monkeypatch.setattr(measuring, "measured", fails_once)
+    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    assert ended.code == 1
+    assert "cpu: no room" in ended.out
+    assert "failed: cpu" in ended.err
