@@ -134,9 +134,9 @@ def test_matrix_products_by_a_setting() -> None:
     assert [one.gemm for one in Target("", (H100,), "cublas", (f"{name}=false",)).platforms()] == [
         "cublas"
     ]
-    arms = TwoArms("", (H100,), None, (), (), (f"{name}=false",)).pairs()
+    arms = TwoArms("", (H100,), None, xla_b=(f"{name}=false",)).pairs()
     assert [(a.gemm, b.gemm) for a, b in arms] == [("triton", "cublas")]
-    both = TwoArms("", (H100,), None, ("xla_a=1",), (), ("xla_a=2",)).pairs()
+    both = TwoArms("", (H100,), None, ("xla_a=1",), xla_b=("xla_a=2",)).pairs()
     assert [(a.gemm, b.gemm) for a, b in both] == [("triton",) * 2, ("cublas",) * 2]
     assert [a.compiler_options["xla_a"] for a, _ in both] == ["1", "1"]
     assert [b.compiler_options["xla_a"] for _, b in both] == ["2", "2"]
