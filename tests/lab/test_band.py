@@ -27,12 +27,12 @@ def known_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("basis", "program", "but", "said"),
     [
-        ("cycles", "dense", "", "of dense models were within −10 … +30 % of the estimate (3 runs)"),
-        ("cycles", "dense", "c", "of dense models were within −10 … +5 % of the estimate (2 runs)"),
+        ("cycles", "dense", "", "of dense models lay −10 % to +30 % from the estimate (3 runs)"),
+        ("cycles", "dense", "c", "of dense models lay −10 % to +5 % from the estimate (2 runs)"),
         # One run alone is no band: those of all models count.
-        ("cycles", "experts", "", "of all models were within −50 … +30 % of the estimate (4 runs)"),
-        ("cycles", "", "", "of all models were within −50 … +30 % of the estimate (4 runs)"),
-        ("xla-model", "dense", "", "of all models were within +20 % of the estimate (1 run)"),
+        ("cycles", "experts", "", "of all models lay −50 % to +30 % from the estimate (4 runs)"),
+        ("cycles", "", "", "of all models lay −50 % to +30 % from the estimate (4 runs)"),
+        ("xla-model", "dense", "", "of all models lay +20 % from the estimate (1 run)"),
     ],
 )
 def test_the_band_of_a_kind(basis: str, program: band.Program, but: str, said: str) -> None:

@@ -21,8 +21,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_it_is_one_line() -> None:
     done = run()
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("gpu_layer: needs an NVIDIA GPU, and JAX finds cpu; run it where")
-    assert done.stderr.count("\n") == 1
+    *others, line = done.stderr.splitlines()
+    assert line.startswith("gpu_layer: needs an NVIDIA GPU, and JAX finds cpu; run it where")
+    # JAX says of each other plugin why it does not start.
+    assert not others or "plugin" in others[0]
 
 
 @pytest.mark.slow

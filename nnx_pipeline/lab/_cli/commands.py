@@ -340,3 +340,21 @@ def lint_command(
     from nnx_pipeline.lab._cli.linting import run_lint
 
     run_lint(subject, mesh_config, sizes, json_path)
+
+
+@click.command(
+    "platforms",
+    short_help="List what can be compiled for.",
+    epilog="Example: nnx-pipeline platforms",
+)
+@options.json_option
+def platforms_command(json_path: str | None) -> None:
+    """List the accelerators that a program can be compiled for, each with a host of it.
+
+    Memory is what a program may use of one device, in GB (10⁹ bytes). `time` says from what a step
+    is estimated. A larger slice of a TPU, or more GPUs or hosts, are written in the same way:
+    tpu:v5p:4x4x4, cuda:h100:4x8 for four hosts of eight GPUs.
+    """
+    from nnx_pipeline.lab._cli.platforms import list_platforms
+
+    list_platforms(json_path)

@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 import click
 
 from nnx_pipeline.lab._cli import commands
-from nnx_pipeline.lab._cli.platforms import platforms_command
 from nnx_pipeline.lab._cli.support import main_of
 
 ADDED = "nnx_pipeline.commands"  # entry points: commands that other packages and folders have
@@ -23,7 +22,7 @@ MEASURING = (
     commands.compare_command,
     commands.memory_command,
     commands.lint_command,
-    platforms_command,
+    commands.platforms_command,
 )
 
 

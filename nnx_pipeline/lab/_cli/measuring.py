@@ -13,7 +13,6 @@ from nnx_pipeline.lab._cli.values import Costing, Target, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
 from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
@@ -61,6 +60,8 @@ def run_measure(
 
 
 def run_platforms(subject: Subject, target: Target, costing: Costing, outputs: Outputs) -> None:
+    from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
+
     mesh = target.mesh_config
     platforms = [one.platforms()[0] for one in target.each()]
     # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when

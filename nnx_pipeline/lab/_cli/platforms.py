@@ -1,8 +1,11 @@
-"""The command `platforms`."""
+"""What `platforms` shows."""
 
-import click
-
-from nnx_pipeline.lab._cli.options import json_option
+from nnx_pipeline.lab._report.columns import Column, Columns
+from nnx_pipeline.lab._report.output import check_writable, emit_json, show
+from nnx_pipeline.lab._timing.devices import device_of
+from nnx_pipeline.lab.compile._packages import missing_packages
+from nnx_pipeline.lab.compile.platform import targets
+from nnx_pipeline.lab.errors import install
 
 BASES = {
     "cycles": "the compiler's cycles",
@@ -12,26 +15,7 @@ BASES = {
 }
 
 
-@click.command(
-    "platforms",
-    short_help="List what can be compiled for.",
-    epilog="Example: nnx-pipeline platforms",
-)
-@json_option
-def platforms_command(json_path: str | None) -> None:
-    """List the accelerators that a program can be compiled for, each with a host of it.
-
-    Memory is what a program may use of one device, in GB (10⁹ bytes). `time` says from what a step
-    is estimated. A larger slice of a TPU, or more GPUs or hosts, are written in the same way:
-    tpu:v5p:4x4x4, cuda:h100:4x8 for four hosts of eight GPUs.
-    """
-    from nnx_pipeline.lab._report.columns import Column, Columns
-    from nnx_pipeline.lab._report.output import check_writable, emit_json, show
-    from nnx_pipeline.lab._timing.devices import device_of
-    from nnx_pipeline.lab.compile._packages import missing_packages
-    from nnx_pipeline.lab.compile.platform import targets
-    from nnx_pipeline.lab.errors import install
-
+def list_platforms(json_path: str | None) -> None:
     check_writable(json_path, "--json")
     table = Columns([Column("platform"), Column("GB", is_number=True), Column("time by")])
     rows = []

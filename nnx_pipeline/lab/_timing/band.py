@@ -51,10 +51,10 @@ class Band:
     most: float
 
     def __str__(self) -> str:
-        ends = dict.fromkeys(f"{100 * share:+.0f}" for share in (self.least, self.most))
-        within = " … ".join(ends).replace("-", "−")
+        ends = dict.fromkeys(f"{100 * share:+.0f} %" for share in (self.least, self.most))
+        within = " to ".join(ends).replace("-", "−")
         runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
-        return f"measured steps of {self.kind} were within {within} % of the estimate ({runs})"
+        return f"measured steps of {self.kind} lay {within} from the estimate ({runs})"
 
 
 @functools.cache
