@@ -164,46 +164,16 @@ def tokens_of(length: int) -> dict[str, str]:
 OFFLOADED = "inputs, queries, keys, values and results go to the host, and are computed again here"
 RECIPES = (
     Row(
-        *("DeepSeek2-16B, 4 v5p", "deepseek-v2-lite", "tpu:v5p:2x2x1", "fsdp=4", 24),
-        options=tokens_of(2048) | GROUPED,
-        measured=5.667,
-        differs="its kernel for groups of rows is its own (megablox)",
-    ),
-    Row(
         *("Llama3.1-8B, 8 v6e", "llama3.1-8b", "tpu:v6e:2x4", "fsdp=8", 3),
         options=tokens_of(8192),
         measured=3.443,
         differs=OFFLOADED,
     ),
     Row(
-        *("Llama3.1-8B, 64 v6e", "llama3.1-8b", "tpu:v6e:8x8", "fsdp=64", 5),
-        options=tokens_of(8192),
-        measured=5.652,
-        differs=OFFLOADED,
-    ),
-    Row(
-        *("Mistral-7B, 8 v6e", "mistral-7b", "tpu:v6e:2x4", "fsdp=8", 6),
-        options=tokens_of(8192) | TWO_PARTS,
-        measured=6.320,
-        differs=f"{OFFLOADED}; gradients of two microbatches are added up here",
-    ),
-    Row(
-        *("Llama3.1-405B, 512 v5p", "llama3.1-8b", "tpu:v5p:8x8x8", "fsdp=512", 2),
-        options=tokens_of(8192) | LLAMA_405B | {"train.loss_chunks": "4"},
-        measured=131.474,
-        differs="two products of each layer go to the host, and are computed again here",
-    ),
-    Row(
         *("GPT3-175B, 512 v5p, int8", "llama2-7b", "tpu:v5p:8x8x8", "fsdp=512", 4),
         options=tokens_of(2048) | GPT3_175B | {"model.quantization": "int8"},
         measured=22.197,
         differs="`fsdp=64,tensor=8`, with activations split over `tensor`, which does not fit here",
-    ),
-    Row(
-        *("Llama3.1-70B, 64 tpu7x", "llama3.1-8b", "tpu:tpu7x:4x4x4", "fsdp=128", 2),
-        options=tokens_of(8192) | LLAMA_70B | SAVED,
-        measured=12.20,
-        differs="inputs and products of attention are kept there; the first moment is bfloat16",
     ),
     Row(
         *("Llama3.1-70B, 256 H200", "llama3.1-8b", "cuda:h200:32x8", "data=2,fsdp=128", 2),

@@ -347,6 +347,7 @@ def test_estimates_beside_measurements(estimates: Any) -> None:
     assert estimates.as_toml(estimates.runs(found)) == estimates.MEASURED.read_text()
     assert estimates.errors(found) in WORDS
     assert estimates.order(found) in WORDS
+    assert estimates.summary(found) in WORDS
 
 
 def test_pairs_in_order(estimates: Any) -> None:
