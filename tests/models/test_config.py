@@ -403,19 +403,20 @@ REFUSED = [
     # platforms
     bad(lambda: Platform.parse("gpu:h100:8"), "platform 'gpu:h100:8' is not known", "cuda"),
     bad(
-        lambda: Platform.parse(""), "platform '' is not known; choose one of: cpu, tpu, cuda, local"
+        lambda: Platform.parse(""),
+        "platform '' is not known; choose one of: cpu, tpu, cuda, rocm, local",
     ),
     bad(lambda: Platform.parse("cpu:8"), "takes no target; write cpu"),
     bad(lambda: Platform.parse("tpu"), "not complete; write for example tpu:v5p:2x2x2"),
     bad(lambda: Platform.parse("tpu:v5p:2x"), "no topology like 2x2x2"),
     bad(lambda: Platform.parse("tpu:v5p:2x2:x2"), "not complete"),
     bad(lambda: Platform.parse("cuda:h100"), "not complete; write for example cuda:h100:8"),
-    bad(lambda: Platform.parse("cuda:a100:8"), "has no such GPU; choose one of: h100, h200"),
+    bad(lambda: Platform.parse("cuda:a100:8"), "has no such GPU; choose a100-40gb or a100-80gb"),
     bad(
         lambda: Platform.parse("cuda:h100:0"),
-        "needs a number of GPUs, 65536 at most; write cuda:h100:8",
+        "in each such as 4x8, 65536 at most; write cuda:h100:8",
     ),
-    bad(lambda: Platform.parse("cuda:h100:999999"), "more than 65536 devices; write cuda:h100:8"),
+    bad(lambda: Platform.parse("cuda:h100:999992"), "more than 65536 devices; write cuda:h100:8"),
     bad(lambda: Platform.parse("tpu:v5p:1000x1000"), "more than 65536 devices; write tpu:v5p:"),
 ]
 
@@ -856,7 +857,12 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> 
     [
         ("tpu:v5p:2x2x2", "libtpu", None, ("libtpu, which is not", "nnx-pipeline[tpu]")),
         ("tpu:v5p:2x2x2", "libtpu", "9.9.9", ("found 9.9.9", "cannot read back", "pip install")),
-        ("cuda:h100:8", "jax-cuda13-plugin", None, ("the CUDA plugin", "nnx-pipeline[cuda]")),
+        (
+            "cuda:h100:8",
+            "jax-cuda13-plugin",
+            None,
+            ("jax-cuda13-plugin, which is not", "nnx-pipeline[cuda]"),
+        ),
         ("cuda:h100:8", "jax-cuda13-plugin", "0.0.1", ("found 0.0.1", "pip install")),
     ],
 )
