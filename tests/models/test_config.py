@@ -861,7 +861,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> 
             "cuda:h100:8",
             "jax-cuda13-plugin",
             None,
-            ("jax-cuda13-plugin, which is not", "nnx-pipeline[cuda]"),
+            ("which is not installed", "nnx-pipeline[cuda]"),
         ),
         ("cuda:h100:8", "jax-cuda13-plugin", "0.0.1", ("found 0.0.1", "pip install")),
     ],
