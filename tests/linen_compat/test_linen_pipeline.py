@@ -225,9 +225,14 @@ def test_logits_equal_nnx(case: Case) -> None:
 PADDED = [
     Case(model={"experts": "capacity", "capacity_factor": 0.7}),
     Case("stage=2,expert=2", "auto", {}, {"experts": "capacity", "capacity_factor": 0.7}),
-    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
-    Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
     Case(model={"experts": "grouped"}),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
+            Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
+        )
+    ),
 ]
 
 
