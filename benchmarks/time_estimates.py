@@ -516,6 +516,7 @@ def runs(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "what": row.what,
+            "chip": Platform.parse(row.platform).target,
             "basis": results[row.what]["time"]["basis"],
             "program": kind_of(row),
             "estimated": round(results[row.what]["time"]["step_seconds"], 4),

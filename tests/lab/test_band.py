@@ -8,13 +8,13 @@ from nnx_pipeline.lab._timing.band import Run, band_of
 from nnx_pipeline.lab._timing.result import Time
 
 RUNS = tuple(
-    Run(what=what, basis=basis, program=program, estimated=2.0, measured=measured)  # type: ignore[arg-type]
-    for what, basis, program, measured in (
-        ("a", "cycles", "dense", 1.8),
-        ("b", "cycles", "dense", 2.1),
-        ("c", "cycles", "dense", 2.6),
-        ("d", "cycles", "experts", 1.0),
-        ("e", "xla-model", "dense", 2.4),
+    Run(what=what, chip=chip, basis=basis, program=program, estimated=2.0, measured=measured)  # type: ignore[arg-type]
+    for what, chip, basis, program, measured in (
+        ("a", "v5p", "cycles", "dense", 1.8),
+        ("b", "v5p", "cycles", "dense", 2.1),
+        ("c", "v6e", "cycles", "dense", 2.6),
+        ("d", "v5p", "cycles", "experts", 1.0),
+        ("e", "h100", "xla-model", "dense", 2.4),
     )
 )
 
@@ -27,12 +27,32 @@ def known_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("basis", "program", "but", "said"),
     [
-        ("cycles", "dense", "", "of dense models lay −10 % to +30 % from the estimate (3 runs)"),
-        ("cycles", "dense", "c", "of dense models lay −10 % to +5 % from the estimate (2 runs)"),
+        (
+            "cycles",
+            "dense",
+            "",
+            "of dense models on v5p and v6e lay −10 % to +30 % from the estimate (3 runs)",
+        ),
+        (
+            "cycles",
+            "dense",
+            "c",
+            "of dense models on v5p lay −10 % to +5 % from the estimate (2 runs)",
+        ),
         # One run alone is no band: those of all models count.
-        ("cycles", "experts", "", "of all models lay −50 % to +30 % from the estimate (4 runs)"),
-        ("cycles", "", "", "of all models lay −50 % to +30 % from the estimate (4 runs)"),
-        ("xla-model", "dense", "", "of all models lay +20 % from the estimate (1 run)"),
+        (
+            "cycles",
+            "experts",
+            "",
+            "of all models on v5p and v6e lay −50 % to +30 % from the estimate (4 runs)",
+        ),
+        (
+            "cycles",
+            "",
+            "",
+            "of all models on v5p and v6e lay −50 % to +30 % from the estimate (4 runs)",
+        ),
+        ("xla-model", "dense", "", "of all models on h100 lay +20 % from the estimate (1 run)"),
     ],
 )
 def test_the_band_of_a_kind(basis: str, program: band.Program, but: str, said: str) -> None:

@@ -20,12 +20,14 @@ class Run:
     """A measured step and its estimate.
 
     - `what`: the model and the chips.
+    - `chip`: their kind, such as `v5p`.
     - `basis`: by what the step was estimated, as `Time.basis`.
     - `program`: what was trained.
     - `estimated`, `measured`: seconds of a step.
     """
 
     what: str
+    chip: str
     basis: str
     program: Program
     estimated: float
@@ -41,7 +43,7 @@ class Run:
 class Band:
     """The least and the most by which the measured steps of a kind were longer than estimated.
 
-    - `kind`: of which programs.
+    - `kind`: of which programs, on which chips.
     - `runs`: how many were measured.
     """
 
@@ -80,4 +82,5 @@ def band_of(basis: str, program: Program, *, but: str = "") -> Band | None:
     if not alike:
         return None
     shares = [run.apart for run in alike]
+    kind += f" on {' and '.join(dict.fromkeys(run.chip for run in alike))}"
     return Band(kind=kind, runs=len(alike), least=min(shares), most=max(shares))
