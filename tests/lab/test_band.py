@@ -24,39 +24,25 @@ def known_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(band, "runs", lambda: RUNS)
 
 
+BOTH = "all models on v5p and v6e"
+
+
 @pytest.mark.parametrize(
-    ("basis", "program", "but", "said"),
+    ("basis", "program", "but", "kind", "within", "count"),
     [
-        (
-            "cycles",
-            "dense",
-            "",
-            "of dense models on v5p and v6e lay −10 % to +30 % from the estimate (3 runs)",
-        ),
-        (
-            "cycles",
-            "dense",
-            "c",
-            "of dense models on v5p lay −10 % to +5 % from the estimate (2 runs)",
-        ),
+        ("cycles", "dense", "", "dense models on v5p and v6e", "−10 % to +30 %", "3 runs"),
+        ("cycles", "dense", "c", "dense models on v5p", "−10 % to +5 %", "2 runs"),
         # One run alone is no band: those of all models count.
-        (
-            "cycles",
-            "experts",
-            "",
-            "of all models on v5p and v6e lay −50 % to +30 % from the estimate (4 runs)",
-        ),
-        (
-            "cycles",
-            "",
-            "",
-            "of all models on v5p and v6e lay −50 % to +30 % from the estimate (4 runs)",
-        ),
-        ("xla-model", "dense", "", "of all models on h100 lay +20 % from the estimate (1 run)"),
+        ("cycles", "experts", "", BOTH, "−50 % to +30 %", "4 runs"),
+        ("cycles", "", "", BOTH, "−50 % to +30 %", "4 runs"),
+        ("xla-model", "dense", "", "all models on h100", "+20 %", "1 run"),
     ],
 )
-def test_the_band_of_a_kind(basis: str, program: band.Program, but: str, said: str) -> None:
-    assert str(band_of(basis, program, but=but)) == f"measured steps {said}"
+def test_the_band_of_a_kind(
+    basis: str, program: band.Program, but: str, kind: str, within: str, count: str
+) -> None:
+    said = f"measured steps of {kind} lay {within} from the estimate ({count})"
+    assert str(band_of(basis, program, but=but)) == said
 
 
 def test_where_nothing_was_measured() -> None:
