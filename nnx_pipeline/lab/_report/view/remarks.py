@@ -25,7 +25,7 @@ from nnx_pipeline.lab.errors import counted
 
 CPU_WARNING = (
     "CPU figures mislead: remat can raise them, and the peak leaves out the temporaries of a loop. "
-    "Compare on a TPU or NVIDIA platform."
+    "Compare on the platform of a TPU or a GPU."
 )
 TOO_LARGE = " ✗"
 FIGURES = {
