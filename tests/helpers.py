@@ -384,4 +384,11 @@ def commands_of(group: click.Group) -> dict[str, click.Command]:
 
 
 def missing(*modules: str) -> bool:
-    return any(importlib.util.find_spec(name) is None for name in modules)
+    for name in modules:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # the package of a module within one
+            return True
+        if found is None:
+            return True
+    return False
