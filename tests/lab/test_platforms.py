@@ -98,6 +98,8 @@ def test_one_preset_on_two_platforms_has_its_tokens(run: Run) -> None:
         (("measure", "tiny", *CPU, "--price", "-1"), "is no price of a chip for an hour"),
         (("compare", "tiny", *CPU, *CPU, "--price", "cpu=inf"), "is no price of a chip"),
         (("compare", "tiny", *CPU, "--price", "1"), "give several --platform"),
+        (("compare", "tiny", *CPU, *V5P, "--price", "cuda=1"), "is for none of the platforms"),
+        (("compare", "tiny", *CPU, *V5P, "--gemm", "both"), "write --gemm triton or --gemm cublas"),
         (("compare", "tiny", "loss-chunks", *CPU, *V5P), "leave out loss-chunks"),
         (("compare", "tiny", *CPU, *V5P, "--sweep", "model.num_layers=1,2"), "cannot be combined"),
         (("measure", *PRODUCT, *CPU, "--price", "1"), "give --tokens N"),

@@ -184,7 +184,17 @@ def _compare_platforms(
             f"{names[1]}, or all but one --platform"
         )
     subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
-    costing.parsed()
+    for start, price in costing.parsed():
+        if not any(name.startswith(start) for name in target.named):
+            raise InputError(
+                f"--price {start}={price:g} is for none of the platforms "
+                f"{', '.join(target.named)}; correct its beginning, or leave it out"
+            )
+    if target.gemm == "both":
+        raise InputError(
+            "--gemm both: with several --platform one kind of matrix products is compared; write "
+            "--gemm triton or --gemm cublas"
+        )
     from nnx_pipeline.lab._cli.measuring import run_platforms
 
     run_platforms(subject, target, costing, outputs)

@@ -86,7 +86,8 @@ def gemm_remarks(measured: Sequence[Measurement], *, hint: bool) -> list[Remark]
         return []
     text = f"matrix products by {' and by '.join(kinds)}"
     band = "; --gemm both shows the range" if hint and len(kinds) == 1 else ""
-    either = f"{TRITON} or {library(measured[0].platform)}"
+    libraries = dict.fromkeys(library(one.platform) for one in measured if one.gemm)
+    either = f"{TRITON} or {' or '.join(libraries)}"
     return [Remark(f"{text}; autotuning on a GPU may pick {either}{band}")]
 
 
