@@ -964,11 +964,11 @@ def caught_by(one: Mutation, copy: Path) -> str:
         env={**os.environ, "PYTHONPATH": str(copy)},
     )
     (copy / one.file).write_text(whole, "utf-8")
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1, 5):  # 5: every test of these files is marked slow
         sys.exit(f"pytest ended with {done.returncode} for {one.file}:\n{done.stdout[-2000:]}")
     lines = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED "))
     return next((f"`{line.removeprefix('tests/')}`" for line in lines), "") or (
-        "`an error`" if done.returncode else ""
+        "`an error`" if done.returncode == 1 else ""
     )
 
 
