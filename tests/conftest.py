@@ -9,7 +9,7 @@ import gc
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests marked slow too.")
-    parser.addoption("--fast", action="store_true", help="Of a table run its first case only.")
+    parser.addoption("--fast", action="store_true", help="Of a table run its first case only, and of a file a few tests.")
     parser.addoption(
         "--draws",
         type=int,
@@ -104,18 +104,46 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST_FIRST = ("documents", "collectives", "option_pairs", "arms", "model", "linen_pipeline")
 
 
+MOST_OF_A_FILE = 6  # tests, in the fast part
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the options leave out, and what is left of a table or file is spread over it."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    slow_too, first_of_tables = config.getoption("--all"), config.getoption("--fast")
-    left_out = [item for item in items if item.get_closest_marker("slow") and not slow_too]
-    items[:] = [item for item in items if item not in set(left_out)]
-    if first_of_tables:
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        left_out += [item for item in items if item not in set(first.values())]
-        items[:] = [item for item in items if item in set(first.values())]
+    chosen = items[:]
+    if not config.getoption("--all"):
+        chosen = [one for table in groups(items, table_of) for one in spread(table, cases_of(table))]
+    if config.getoption("--fast"):
+        chosen = [table[0] for table in groups(chosen, table_of)]
+        files = groups(chosen, lambda item: str(item.path))
+        chosen = [one for file in files for one in spread(file, MOST_OF_A_FILE)]
+    left_out = [item for item in items if item not in set(chosen)]
+    items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
+
+
+def table_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def cases_of(table: list[pytest.Item]) -> int:
+    """How many cases of a test run without `--all`."""
+    slow = table[0].get_closest_marker("slow")
+    return len(table) if slow is None else slow.kwargs.get("but", 0)
+
+
+def groups(items: list[pytest.Item], name: Callable[[pytest.Item], str]) -> list[list[pytest.Item]]:
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(name(item), []).append(item)
+    return list(found.values())
+
+
+def spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """So many of the items, from the first to the last at equal distances."""
+    return [item for at, item in enumerate(items) if at * most % len(items) < most]
 
 
 LINES = jax.config.jax_traceback_in_locations_limit

@@ -403,6 +403,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("ends_on", ["all", "own"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_a_plain_loop(case: Any, ends_on: EndsOn) -> None:

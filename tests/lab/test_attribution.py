@@ -91,6 +91,7 @@ def check_sums(measurement: Measurement | None) -> None:
     assert max(size for _, size in found.timeline) == held
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("platform", COMPILERS)
 @pytest.mark.parametrize("function", PLANTED, ids=lambda function: function.__name__)
 def test_a_planted_fault_is_named_by_its_line(
@@ -496,6 +497,7 @@ def of_hidden(w: Array, xs: Array) -> Array:
     return jnp.sin(jax.lax.scan(turn, None, xs)[1]) @ w.T
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("platform", ["cpu", "tpu:v5e:2x2", "cuda:h100:1"])
 @pytest.mark.parametrize(
     ("function", "weight", "held", "expected"),

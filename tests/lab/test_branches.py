@@ -221,6 +221,7 @@ def test_where_the_choice_is_not_known_every_branch_counts_and_that_is_said(
     assert (result.flops, result.notes) == (trips * ONE_PRODUCT, told)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("loop", [by_chance, by_a_long_chain])
 def test_long_arithmetic_is_followed_once_or_not_at_all(loop: Loop, platform: str) -> None:

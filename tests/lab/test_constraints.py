@@ -138,6 +138,7 @@ def test_an_array_that_a_constraint_makes_whole(
     assert held or platform.startswith("tpu")  # which has it in on-chip memory
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
     "function", [two_steps, exchanged, asked_for], ids=lambda one: one.__name__
@@ -151,6 +152,7 @@ def test_a_collective_that_a_constraint_forces(
     assert not note
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("function", [read_twice, of_a_helper], ids=lambda one: one.__name__)
 def test_what_the_program_does_not_tell_is_said(

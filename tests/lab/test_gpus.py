@@ -36,6 +36,7 @@ def test_hosts_that_there_are_not(topology: str) -> None:
         Platform.parse(f"cuda:h100:{topology}")
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(("kind", "target"), EVERY)
 def test_every_gpu_can_be_compiled_for(kind: str, target: str) -> None:
     if missing(*MODULES[kind]):

@@ -107,6 +107,7 @@ def test_while_everything_is_imported(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("arguments", "moment"),
     [

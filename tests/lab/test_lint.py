@@ -99,12 +99,14 @@ def own_findings(model: str, mesh: str, limits: Limits, **pipeline: Any) -> list
         return lint_step(config, mesh_of(mesh, config.pipeline.sharding), limits=limits)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(("mesh", "pipeline"), OWN_PATHS)
 def test_no_false_alarm_at_tiny(mesh: str, pipeline: dict[str, Any]) -> None:
     """At a limit of 4 KB, a few of its activations."""
     assert own_findings("tiny", mesh, SMALL, **pipeline) == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 @pytest.mark.parametrize(("mesh", "pipeline"), [OWN_PATHS[2], OWN_PATHS[7]])
 def test_no_false_alarm_at_mixtral_small(mesh: str, pipeline: dict[str, Any], mode: str) -> None:

@@ -239,6 +239,7 @@ def put(file: Path, tree: Any, rest: bytes) -> None:
     file.write_bytes(length + text + rest)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("form", ["nnx", "huggingface", "maxtext", "transformers"])
 def test_what_a_file_says_is_not_believed_against_the_arrays(tmp_path, kept, form):
     """Forty changes to text that still parses, in any file of each form.

@@ -80,6 +80,7 @@ def in_three_stages(leaves: Leaves) -> Leaves:
     }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_checkpoints_of_maxtext(name: str, tmp_path: Path) -> None:
     """A checkpoint in stages has MaxText's logits, and is written in each layout to the bit."""

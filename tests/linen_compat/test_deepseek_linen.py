@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_nnx(case: str) -> None:
     layout, axes, pipeline = CASES[case]

@@ -226,16 +226,12 @@ PADDED = [
     Case(model={"experts": "capacity", "capacity_factor": 0.7}),
     Case("stage=2,expert=2", "auto", {}, {"experts": "capacity", "capacity_factor": 0.7}),
     Case(model={"experts": "grouped"}),
-    *(
-        pytest.param(case, marks=pytest.mark.slow)
-        for case in (
-            Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
-            Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
-        )
-    ),
+    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
+    Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
 ]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("case", PADDED, ids=str)
 def test_padding_counts_in_nothing(case: Case) -> None:
     """Not in logits, losses, gradients or what routers report; these are those of a plain model."""

@@ -61,6 +61,7 @@ def assert_same_parameters(model: Any) -> None:
         np.testing.assert_array_equal(array, expected[path], err_msg=path)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_parameters_are_read_and_the_state_is_not(saved, tmp_path, bridge, name):
     optimizer, shown = OTHERS[name]

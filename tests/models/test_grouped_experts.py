@@ -41,6 +41,7 @@ BACKENDS = {
 # ---- products ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "sizes", [(16, 16, 16, 16), (5, 0, 30, 1), (0, 0, 64, 0), (0, 0, 0, 0), (3, 20, 0, 0)]

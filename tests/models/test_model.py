@@ -179,6 +179,7 @@ def on_mesh(case: Case) -> Results:
         return Results(*evaluate(model, batch), model)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("case", [*PIPELINED, *UNPIPELINED, *DENSELY], ids=str)
 def test_equals_one_device(case: Case) -> None:
     """Loss, its parts, gradients and logits; gradients lie where their parameters lie."""
@@ -288,7 +289,7 @@ def test_load_balance_counts_in_the_loss() -> None:
     assert float(router.load_balance) > SPARSE.model.num_experts_per_token
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("schedule", "kind"), [("circular", "nnx"), ("1f1b", "linen")])
 def test_microbatches_are_given_where_the_loss_depends_on_them(schedule: str, kind: str) -> None:
     """Else the mesh alone would decide what the load balance is: here of 1 or of 4 microbatches."""

@@ -75,7 +75,6 @@ def test_batches_are_windows_of_the_text_and_the_same_on_every_mesh() -> None:
     assert {int(row[0]) for row in Windows(text[:10], 0).sequences(0, range(40), 9)} == {0, 1}
 
 
-@pytest.mark.slow
 def test_the_entropy_of_a_text_is_that_of_its_sequences() -> None:
     """Ten sequences of eight in batches of four: the last batch is half empty."""
     config = small_config(model={"vocab_size": 256, "num_layers": 1}, train={"global_batch": 4})

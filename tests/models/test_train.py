@@ -58,7 +58,7 @@ def by_hand(config: Config, steps: int) -> tuple[dict[str, np.ndarray], list[flo
     return weights, norms
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("clip_norm", [0.05, 1e3, None])
 def test_a_step_is_adamw_with_clipping(clip_norm: float | None) -> None:
     """Two steps, so that the moments and their correction count."""
@@ -90,7 +90,6 @@ def test_a_step_is_adamw_with_clipping(clip_norm: float | None) -> None:
     assert int(state.step) == 2
 
 
-@pytest.mark.slow
 def test_the_bias_of_a_router_is_left_as_it_is() -> None:
     """Weight decay changes every parameter but that one, which has no gradient."""
     config = small_config(

@@ -175,7 +175,7 @@ def by_loops_alone(repeats: int) -> Any:
     return jax.grad(loss, (0, 1))(closed, kernel[:repeats], x, side)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("mesh", "mode", "remat", "repeats"),
     [

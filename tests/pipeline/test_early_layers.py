@@ -68,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("mesh", "pipeline"), CASES, ids=str)
 def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
     check(results(of_deepseek(**pipeline), mesh), on_one_device(None))

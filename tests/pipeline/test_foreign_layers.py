@@ -216,6 +216,7 @@ class Positioned(nnx.Module):
         return x + jnp.tanh(self.mix(x) + table + offset[:, None, None]), None
 
 
+@pytest.mark.slow(but=6)
 @every_form
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_side_input_may_be_shared_by_all_sequences(form: Form, zero1: bool) -> None:
@@ -254,6 +255,7 @@ class Partitioned(nnx.Module):
         return x + self.close(jax.nn.gelu(self.open(x))), None
 
 
+@pytest.mark.slow(but=6)
 @every_form
 @pytest.mark.parametrize("gather", ["use", "step"])
 def test_weights_lie_where_flax_says(form: Form, gather: str) -> None:

@@ -81,6 +81,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow(but=5)
 @some_forms
 @pytest.mark.parametrize(("layer", "around"), MODELS.values(), ids=MODELS)
 def test_models(layer: Any, around: Around, form: Form) -> None:
@@ -140,7 +141,7 @@ def score(y: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.sum(weights[..., None, None] * jnp.sin(y - targets) ** 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "form",
     [

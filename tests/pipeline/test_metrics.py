@@ -262,7 +262,7 @@ def test_the_seeds_have_every_metric_in_the_loss_of_both_schedules() -> None:
     assert found == set(itertools.product(OPTIONS["schedule"], counting))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_metrics_under_random_options(seed: int) -> None:
     """Values and gradients, against plain loops over layers and microbatches."""

@@ -198,6 +198,7 @@ def test_a_pipeline_stays_on_its_mesh() -> None:
         jax.eval_shape(lambda p, x: p(x), pipeline, jnp.ones((8, 3, WIDTH)))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -80,7 +80,7 @@ def trained(case: tuple[str, str, dict[str, Any]], *, sharded: bool) -> tuple[An
     return state, found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("mesh", "mode", "pipeline"), CASES[::2], ids=str)
 def test_training_is_the_same(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
     state, metrics = trained((mesh, mode, pipeline), sharded=True)
@@ -179,7 +179,7 @@ def integers(text: str) -> list[int]:
     return [int(i) for i in re.findall(r"\d+", text)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @each_case
 def test_no_gradient_is_summed_whole(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
     """The compiled step has no all-reduce as large as the smallest weight matrix.
@@ -215,7 +215,7 @@ def test_a_loop_that_adds_up_gradients_sums_them_over_data_once(
     assert {one.times for one in of_layers} == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("case", "once"), [(CASES[2], False), (CASES[3], True)], ids=str)
 def test_shards_add_up_where_weights_are_gathered(case: Any, once: bool) -> None:
     """Each visit's gradient is then scattered over `data`; elsewhere the sum of all visits is."""
@@ -226,7 +226,7 @@ def test_shards_add_up_where_weights_are_gathered(case: Any, once: bool) -> None
     assert times == {1} if once else max(times) > 1, times
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "1f1b"}], ids=str)
 def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
     config = replace(config_of("explicit", pipeline), "train", grad_dtype="bfloat16")
