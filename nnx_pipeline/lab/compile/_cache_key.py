@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import os
 import platform as machine
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import flax
 import jax
 
+from nnx_pipeline.lab.compile._packages import version
 from nnx_pipeline.lab.compile.platform import Platform
 
 # The packages that decide a compile: on every platform under "", and on one kind of platform alone.
@@ -107,12 +107,7 @@ def source() -> str:
 
 @functools.cache
 def packages(platform: Platform) -> str:
-    installed = {}
-    for distribution in _of(PACKAGES, platform):
-        try:
-            installed[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            installed[distribution] = "none"
+    installed = {name: version(name) or "none" for name in _of(PACKAGES, platform)}
     return f"{installed} python {machine.python_version()}"
 
 

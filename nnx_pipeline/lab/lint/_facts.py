@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.lab._tracing.jaxpr import Location
 from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope, Value, program_scope, step_back
+from nnx_pipeline.lab.mesh import spec_axes
 
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
 SAME = {
@@ -166,8 +167,7 @@ def spreads_nothing(spec: P) -> bool:
 def _split(spec: P, sizes: Mapping[str, int]) -> int | None:
     if P.UNCONSTRAINED in spec:
         return None  # the compiler chooses
-    names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
-    return math.prod(sizes[name] for name in names if name in sizes)
+    return math.prod(sizes[name] for name in spec_axes(spec) if name in sizes)
 
 
 def _history(
