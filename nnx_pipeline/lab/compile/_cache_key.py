@@ -13,6 +13,7 @@ from pathlib import Path
 import flax
 import jax
 
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.compile._packages import version
 from nnx_pipeline.lab.compile.platform import Platform
 
@@ -138,17 +139,14 @@ def _contents(name: str, text: str) -> Iterator[str]:
     XLA takes the whole of XLA_FLAGS as a file of flags unless it begins with `-`; otherwise a file
     is the value of a flag, such as `--flagfile=path`."""
     is_path = name == "TPU_LIBRARY_PATH" or (name.endswith("_FLAGS") and text.lstrip()[:1] != "-")
-    waiting, seen = [text] if is_path else _values(text), set()
-    while waiting:
-        path = waiting.pop()
-        if path not in seen:
-            seen.add(path)
-            try:
-                state, content = _state(Path(path))
-            except (OSError, ValueError):
-                continue  # not a file: the value itself is in the key already
-            waiting += _values(content)
-            yield f"{path} {state}"
+    waiting = [text] if is_path else _values(text)
+    for path in each_once(waiting):
+        try:
+            state, content = _state(Path(path))
+        except (OSError, ValueError):
+            continue  # not a file: the value itself is in the key already
+        waiting += _values(content)
+        yield f"{path} {state}"
 
 
 def _values(text: str) -> list[str]:
