@@ -134,16 +134,14 @@ def _sums(value: Value, axis: int) -> Iterator[Value]:
 
 def _is_multiplied_again(total: Value) -> bool:
     """Whether the backward pass multiplies a sum again: then it is a cotangent."""
-    waiting, seen = [total], {total}
-    while waiting:
-        value = waiting.pop()
+    waiting = [total]
+    for value in each_once(waiting):
         calls = [*value.scope.calls()]
         for equation in value.scope.readers.get(value.variable, []):
             if equation.primitive.name in PRODUCTS and is_transposed([equation, *calls]):
                 return True
             waiting += [value.scope.value(variable) for variable in equation.outvars]
-        waiting = [one for one in [*waiting, *calls_of(value)] if one not in seen]
-        seen.update(waiting)
+        waiting += calls_of(value)
     return False
 
 
