@@ -10,7 +10,7 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.presets import preset
 from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import Failed
-from nnx_pipeline.lab._files import check_picture
+from nnx_pipeline.lab._files import check_picture, save_figure
 from nnx_pipeline.lab.errors import InputError
 
 READ = ("train.global_batch", "train.sequence_length")
@@ -85,7 +85,7 @@ def overhead(
     import jax
 
     from linen_compat._overhead.measure import check_loops, measure_overhead
-    from linen_compat._overhead.report import overhead_view, write_overhead_picture
+    from linen_compat._overhead.report import overhead_figure, overhead_view
     from nnx_pipeline.lab._cli.progress import progress
     from nnx_pipeline.lab._report.output import check_writable, emit_json, show
 
@@ -100,7 +100,7 @@ def overhead(
     show(overhead_view(result), json_path=json_path)
     emit_json(json_path, result.to_json())
     if picture_path:
-        write_overhead_picture(result, picture_path)
+        save_figure(overhead_figure(result), picture_path)
     failed = [row for row in result.rows if row.error and not row.arm.startswith("Flax")]
     if failed:
         first = failed[0]

@@ -125,7 +125,6 @@ def run_convert(source: From, target: To, config_name: str | None, *, keep_nan: 
 
 
 def _last_names(path: str) -> str:
-    """A path of more than five names by the last four."""
     names = path.split("/")
     return path if len(names) <= 5 else "/".join(["…", *names[-4:]])
 

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from linen_compat._overhead.measure import Overhead, OverheadRow
-from nnx_pipeline.lab._files import save_figure
 from nnx_pipeline.lab._report.columns import Column, Columns
 from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.errors import counted
@@ -80,11 +79,6 @@ def _table(loop: str, rows: Sequence[OverheadRow]) -> Columns:
 
 def _cell(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
-
-
-def write_overhead_picture(result: Overhead, path: str) -> None:
-    """Writes `overhead_figure` as PNG or SVG, by the suffix: the whole file or nothing."""
-    save_figure(overhead_figure(result), path)
 
 
 def overhead_figure(result: Overhead) -> "Figure":

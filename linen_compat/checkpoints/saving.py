@@ -50,7 +50,7 @@ def save(
     compressed, may take more bytes than are free.
     """
     check_savable_model(model)
-    check_folder("checkpoint", checkpoint)
+    check_folder(checkpoint)
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:
         if (stages, repeats, step) != (None, None, None):

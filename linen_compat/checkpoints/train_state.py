@@ -81,7 +81,7 @@ def save_train_state(
     Raises InputError for `huggingface`, which has no optimizer's state, and what `save` raises.
     """
     arguments.check_savable_state(state)
-    arguments.check_folder("checkpoint", checkpoint)
+    arguments.check_folder(checkpoint)
     if format == HUGGINGFACE:
         raise InputError(
             f"format={format!r} has no place for the optimizer's state and the step; save the "

@@ -21,7 +21,7 @@ _CONFIGS: dict[type, str] = {
 
 def check_to_load(checkpoint: object, config: object, mesh: object) -> None:
     """Raises InputError unless these can be a folder, a config or None, and a mesh or None."""
-    check_folder("checkpoint", checkpoint)
+    check_folder(checkpoint)
     if isinstance(config, str | Path):
         raise InputError(
             f"config={str(config)!r} is the name of a file; read it with "
@@ -35,10 +35,10 @@ def check_to_load(checkpoint: object, config: object, mesh: object) -> None:
         of_type("mesh", mesh, Mesh)
 
 
-def check_folder(name: str, folder: object) -> None:
-    if not isinstance(folder, str | os.PathLike):
-        kind = type(folder).__name__
-        raise InputError(f"{name} is of type {kind}; give the name of a folder")
+def check_folder(checkpoint: object) -> None:
+    if not isinstance(checkpoint, str | os.PathLike):
+        kind = type(checkpoint).__name__
+        raise InputError(f"checkpoint is of type {kind}; give the name of a folder")
 
 
 def check_savable_model(model: object) -> None:

@@ -79,9 +79,8 @@ def _check_latent(model: Model) -> None:
 
 
 def _check_dense_layers(model: Model) -> None:
+    errors.whole(model, "num_dense_layers", least=0)
     number = model.num_dense_layers
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise InputError(f"num_dense_layers={number!r} is not a whole number of 0 or more")
     if (number > 0) != (model.dense_mlp_dim is not None):
         raise InputError(
             f"num_dense_layers={number} and dense_mlp_dim={model.dense_mlp_dim} go together; "
@@ -170,9 +169,7 @@ def _check_experts(model: Model) -> None:
         raise InputError(
             "router_bias_in_weights=True needs a bias, and router_bias=False; set both or none"
         )
-    shared = model.num_shared_experts
-    if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
-        raise InputError(f"num_shared_experts={shared!r} is not a whole number of 0 or more")
+    errors.whole(model, "num_shared_experts", least=0)
     for name, default in OF_ROUTER.items():
         if model.num_experts == 1 and getattr(model, name) != default:
             raise InputError(

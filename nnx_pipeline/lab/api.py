@@ -19,7 +19,7 @@ from nnx_pipeline.lab.compile._places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, described
-from nnx_pipeline.lab.mesh import MeshConfig
+from nnx_pipeline.lab.mesh import MeshConfig, entry_axes
 
 
 class _Target(NamedTuple):
@@ -223,6 +223,6 @@ def _shapes(arguments: object) -> list[str]:
 def _shape(leaf: object) -> str:
     dtype = jax.typeof(leaf).str_short(short_dtypes=False).partition("[")[0]
     entries = getattr(getattr(leaf, "sharding", None), "spec", None) or ()
-    axes = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
-    dims = zip_longest(map(str, jax.typeof(leaf).shape), map("+".join, axes), fillvalue="")
+    axes = map("+".join, map(entry_axes, entries))
+    dims = zip_longest(map(str, jax.typeof(leaf).shape), axes, fillvalue="")
     return f"{dtype}[{','.join('@'.join(filter(None, dim)) for dim in dims)}]"

@@ -188,11 +188,11 @@ def above_zero(config: object, *names: str) -> None:
             raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")
 
 
-def whole(config: object, *names: str, most: int = MOST) -> None:
-    """Raises InputError unless these fields are whole numbers from 1 to `most`."""
+def whole(config: object, *names: str, least: int = 1, most: int = MOST) -> None:
+    """Raises InputError unless these fields are whole numbers from `least` to `most`."""
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={shown(value)} is not a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{name}={shown(value)} is not a whole number of {least} or more")
         if value > most:
             raise InputError(f"{name}={shown(value)} is out of range; choose {most} or less")

@@ -238,9 +238,11 @@ def is_trivial(spec: P) -> bool:
     return all(entry is None or entry == () for entry in spec)
 
 
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a partition spec names."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def spec_axes(spec: P) -> set[str]:
     """The mesh axes that a partition spec uses."""
-    axes: set[str] = set()
-    for entry in spec:
-        axes.update((entry,) if isinstance(entry, str) else entry or ())
-    return axes
+    return {name for entry in spec for name in entry_axes(entry)}

@@ -18,6 +18,7 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
+from nnx_pipeline.lab.mesh import entry_axes
 from nnx_pipeline.pipeline.stage._vjp import is_float, zero_gradients
 from nnx_pipeline.sharding.layout import P, mesh_sizes, place
 
@@ -128,8 +129,8 @@ class FsdpGather:
         return tuple(P(*spec[:2], self._summed_later(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
-        each = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-        return [(axis, names) for axis, names in enumerate(each) if set(names) & set(self.over)]
+        each = enumerate(map(entry_axes, spec))
+        return [(axis, names) for axis, names in each if set(names) & set(self.over)]
 
     @property
     def _copy_specs(self) -> tuple[P, ...]:

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.lab.errors import InputError, divides
+from nnx_pipeline.lab.mesh import entry_axes
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage.layers import Side
@@ -206,7 +207,7 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
         what = f"the variable {jax.tree_util.keystr(path)} of a layer, {[*shape]}, has the axes"
         used = [layout.axes("stage")]
         for size, entry in zip(shape, layout.spec(*axes), strict=False):
-            used.append((entry,) if isinstance(entry, str) else entry or ())
+            used.append(entry_axes(entry))
             shards = math.prod(mesh_sizes()[name] for name in used[-1])
             rule = f"{what} {axes}, and {size} entries do not split over {shards} devices"
             divides(shards, size, rule=rule, cure="or None for an axis that is not sharded")

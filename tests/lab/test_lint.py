@@ -285,6 +285,22 @@ def test_a_cotangent_that_is_added_up_is_no_gradient_of_a_parameter() -> None:
     assert lint(jax.grad(loss), weights, array(SIZE, SIZE), limits=Limits(large=1e3)) == []
 
 
+@pytest.mark.parametrize("scaled_first", [False, True])
+def test_a_cotangent_with_several_readers_is_no_gradient(scaled_first: bool) -> None:
+    """One reader makes the gradient of the scale, the other is multiplied again."""
+
+    def loss(weights: dict[str, jax.Array], x: jax.Array, shares: jax.Array) -> jax.Array:
+        made = weights["made"] @ weights["of"]
+        scale = weights["scale"]
+        kernel = scale * made if scaled_first else made * scale
+        each = kernel[None] * shares[:, None, None]
+        return jnp.sum(jnp.einsum("mnd,mdf->mnf", x, each) ** 2)
+
+    weights = {name: array(SIZE, SIZE) for name in ("made", "of", "scale")}
+    x, shares = array(4, 8, SIZE), array(4)
+    assert lint(jax.grad(loss), weights, x, shares, limits=Limits(large=1e3)) == []
+
+
 def test_gradients_of_one_parameter_that_look_like_another_are_found() -> None:
     def step(weights: tuple[jax.Array, jax.Array], xs: jax.Array) -> jax.Array:
         def loss(w: jax.Array, x: jax.Array) -> jax.Array:

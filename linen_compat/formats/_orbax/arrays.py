@@ -249,14 +249,12 @@ class NewArrays:
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
-        """The array, bound to the transaction that is open now."""
         if self._bound[leaf] is not self._transaction:
             self._stores[leaf] = self._stores[leaf].with_transaction(self._transaction)
             self._bound[leaf] = self._transaction
         return self._stores[leaf]
 
     def _flush(self) -> None:
-        """Commits what has been written, and opens the next transaction."""
         with self._writing():
             self._transaction.commit_async().result()
         self._transaction, self._pending = ts.Transaction(), 0

@@ -85,7 +85,6 @@ def metadata_with_checksum(values: checksums.Json) -> checksums.Json:
 
 
 def _checksum(values: checksums.Json) -> str:
-    """The checksum of the contents without the checksum itself."""
     custom = {k: v for k, v in (values.get("custom_metadata") or {}).items() if k != _CHECKSUM}
     return checksums.of_values({**values, "custom_metadata": custom})
 

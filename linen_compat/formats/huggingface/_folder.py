@@ -175,7 +175,6 @@ class NewTensorFolder:
         return self._written
 
     def _begin(self, file: str, shard: Mapping[str, ArraySpec]) -> None:
-        """Makes a file of its full length with the header for these tensors."""
         header, offsets = _header(shard)
         with open(self.folder / file, "wb") as stream:
             stream.write(header)

@@ -16,6 +16,7 @@ from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of
 from nnx_pipeline.lab._hlo.slices import kind_between_slices, names_slices
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.errors import counted
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -155,16 +156,12 @@ def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
     )
 
 
-def _reached(module: Module, instruction: Instruction) -> set[str]:
-    found: set[str] = set()
+def _reached(module: Module, instruction: Instruction) -> Iterator[str]:
     pending = [*instruction.called()]
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found.add(name)
-            inside = module.computations[name].instructions.values()
-            pending += [callee for item in inside for callee in item.called()]
-    return found
+    for name in each_once(pending):
+        yield name
+        inside = module.computations[name].instructions.values()
+        pending += [callee for item in inside for callee in item.called()]
 
 
 def collective_of(

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from nnx_pipeline.lab._hlo.module import Instruction, Module
 from nnx_pipeline.lab._hlo.slices import kind_between_slices
+from nnx_pipeline.lab._tracing.visits import each_once
 
 Index = tuple[int, ...]
 Value = tuple[str, Index]
@@ -244,12 +245,8 @@ class Flow:
     def holds_state(self, value: Value, state: Value) -> bool:
         """Whether a value in the body of a loop is, or selects, an element of the loop's state. In
         TPU programs the first iteration of a sum selects zero instead of the state."""
-        pending, seen = [value], set()
-        while pending:
-            here = pending.pop()
-            if here in seen:
-                continue
-            seen.add(here)
+        pending = [value]
+        for here in each_once(pending):
             instruction = self.instructions[here[0]]
             if instruction.opcode == "parameter":
                 callers = self.callers.get(self.home[instruction.name], [])

@@ -89,17 +89,13 @@ class Scanner:
         found: dict[str, str] = {}
         for start, piece in rest:
             key, equals, value = piece.partition("=")
-            key = self._key(start, key)
+            key = COMMENT.sub("", key).strip()
+            if not key.replace("-", "_").isidentifier():
+                self.fail(start, f"{key[:40]!r} names no attribute")
             if not equals or key in found:
                 self.fail(start, f"attribute {key!r} has no value, or a second one")
             found[key] = value.strip()
         return found, end
-
-    def _key(self, at: int, text: str) -> str:
-        key = COMMENT.sub("", text).strip()
-        if not key.replace("-", "_").isidentifier():
-            self.fail(at, f"{key[:40]!r} names no attribute")
-        return key
 
     def _pieces(self, at: int) -> tuple[list[tuple[int, str]], int]:
         """The texts between commas up to the end of the attributes, each with its position."""

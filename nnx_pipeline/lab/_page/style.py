@@ -20,7 +20,6 @@ body > header { padding-top: 2.25rem; }
 body > footer { padding-bottom: 3rem; color: var(--quiet); font-size: .875rem; }
 h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 .5rem; letter-spacing: -.01em; }
 h2 { font-size: 1.3rem; line-height: 1.25; margin: 0; letter-spacing: -.005em; }
-h3 { font-size: 1rem; margin: 2rem 0 .5rem; }
 p { margin: .5rem 0; max-width: 62rem; overflow-wrap: anywhere; }
 a { color: var(--link); text-underline-offset: .15em; }
 code, .code { font: .86em/1.45 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono",
@@ -63,7 +62,6 @@ svg { display: block; width: 100%; }
 .grid { stroke: var(--rule); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .line { fill: none; stroke-width: 1.75; vector-effect: non-scaling-stroke; stroke: var(--b); }
 .line.a { stroke: var(--a); }
-.line.fit { stroke-dasharray: 6 4; stroke-width: 1.25; }
 .peak { position: absolute; width: 12px; height: 12px; margin: -6px; border-radius: 50%;
   border: 2px solid var(--card); background: var(--b); }
 .peak.a { background: var(--a); }
@@ -111,7 +109,7 @@ footer dt { font-weight: 600; } footer dd { margin: 0; max-width: 50rem; }
   body { font-size: 10.5pt; }
   .card { border: 0; border-top: 1px solid var(--rule); border-radius: 0; padding: 1rem 0; }
   figure, tr, .headline, .card > header { break-inside: avoid; }
-  h2, h3, figcaption, caption { break-after: avoid; }
+  h2, figcaption, caption { break-after: avoid; }
   details::details-content { content-visibility: visible; block-size: auto; }
   .pill { border: 1px solid currentColor; }
 }

@@ -112,7 +112,8 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
-    places = _places(bars)
+    steps = [1 if one.group == other.group else 1 + _GAP for one, other in pairwise(bars)]
+    places = list(accumulate(steps, initial=0.0))
     largest = max((sum(bar.sizes.values()) for bar in bars if bar.sizes), default=0) / 1e6
     axes.set_xlim(0, largest * 1.1 or 1)
     # From the last bar up to the first, so that the first one is at the top.
@@ -130,11 +131,6 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
         axes.annotate(group, (0, first - 0.5), fontsize=9, fontweight="bold", va="center")
     _legend(figure, sums, small_print)
     return figure
-
-
-def _places(bars: Sequence[Bar]) -> list[float]:
-    steps = [1 if one.group == other.group else 1 + _GAP for one, other in pairwise(bars)]
-    return list(accumulate(steps, initial=0.0))
 
 
 def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:

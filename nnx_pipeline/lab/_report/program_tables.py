@@ -110,7 +110,6 @@ def _signed(size: int) -> str:
 
 
 def _size(size: int) -> str:
-    """Bytes as MB, with three decimals below one MB."""
     return megabytes(size) if size >= 1e6 or size == 0 else f"{size / 1e6:.3f}"
 
 

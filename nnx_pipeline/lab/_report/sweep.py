@@ -10,7 +10,7 @@ from rich.text import Text
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.view.figures import DASH, compiler, estimated, megabytes
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks, settings_lines
-from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep
+from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,5 +141,4 @@ def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
 def _places(points: Sequence[Point]) -> list[float]:
     """The x position of each value; values that are not all numbers are spaced evenly."""
     values = [point.value for point in points]
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    return list(map(float, values)) if numbers else [float(at) for at in range(len(values))]
+    return list(map(float, values if all(map(is_number, values)) else range(len(values))))

@@ -12,6 +12,7 @@ import jaxlib
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from nnx_pipeline.lab._tracing.installed import Frame, home_of, in_program, package_of
+from nnx_pipeline.lab._tracing.visits import each_once
 
 # What JAX writes into the name stack of a recomputation, and into that of an equation of a backward
 # pass that is the transpose of one of the forward pass.
@@ -68,12 +69,8 @@ def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 def equations_of(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
     """The equations of a program at any depth; each jaxpr is visited once."""
-    pending, seen = [program.jaxpr], set()
-    while pending:
-        jaxpr = pending.pop()
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
+    pending = [program.jaxpr]
+    for jaxpr in each_once(pending):
         for equation in jaxpr.eqns:
             pending += inner_jaxprs(equation)
             yield equation
@@ -104,12 +101,7 @@ def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
     A call inside one of JAX's own functions counts for the line that calls the latter."""
     lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
     pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
-    seen: set[tuple[int, tuple[str, int]]] = set()
-    while pending:
-        jaxpr, around = pending.pop()
-        if (id(jaxpr), around) in seen:
-            continue
-        seen.add((id(jaxpr), around))
+    for jaxpr, around in each_once(pending):
         for equation in jaxpr.eqns:
             own = location_of([equation])
             here = (own.file, own.line) if own.file else around

@@ -49,6 +49,7 @@ from functools import cached_property
 from nnx_pipeline.lab._hlo.dataflow import RESHAPES, Flow, Value, collective
 from nnx_pipeline.lab._hlo.module import Instruction, Shape
 from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.attribution._origins import Origins
 
 _VOCABULARY = {
@@ -191,12 +192,8 @@ class Roles:
         made = self.flow.instructions[value[0]]
         is_empty = made.opcode in ("broadcast", "custom-call") and len(made.operands) < 2
         passed = ("tuple", "while", "bitcast", "parameter", *(_COPIES if is_empty else ()))
-        pending, seen = [value], set()
-        while pending:
-            here = pending.pop()
-            if here in seen:
-                continue
-            seen.add(here)
+        pending = [value]
+        for here in each_once(pending):
             instruction = self.flow.instructions[here[0]]
             if instruction.opcode == "while" and here[1]:
                 return instruction, here
@@ -233,17 +230,13 @@ class Roles:
         loop, index = self.flow.instructions[state[0]], state[1]
         inside = self.flow.module.instructions(loop.called("body"))
         pending = [(item.name, index) for _, item in inside if item.opcode == "parameter"]
-        seen = set(pending)
-        while pending:
-            for reader, passed_on in self.flow.readers(pending.pop()):
+        for value in each_once(pending):
+            for reader, passed_on in self.flow.readers(value):
                 if reader is loop or reader.opcode == "add":
                     continue  # the next iteration, or the sum
                 if passed_on is None and reader.opcode not in (*RESHAPES, "select"):
                     return False
-                following = passed_on or (reader.name, ())
-                if following not in seen:
-                    seen.add(following)
-                    pending.append(following)
+                pending.append(passed_on or (reader.name, ()))
         return True
 
     def _is_backward(self, instruction: Instruction) -> bool:

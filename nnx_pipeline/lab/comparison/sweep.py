@@ -112,7 +112,7 @@ class Sweep:
             raise InputError(f"arm {arm!r} is not in this sweep; {nearest(arm, by_label)}")
         points = by_label[arm] if arm is not None else self.arms[-1][1]
         pairs = [(point.value, point.figure(figure)) for point in points]
-        return line_through([(x, y) for x, y in pairs if y is not None and _is_number(x)])
+        return line_through([(x, y) for x, y in pairs if y is not None and is_number(x)])
 
     def slope(self, figure: str, arm: str | None = None) -> float:
         """How much the figure grows per unit of the value, for assertions in tests; see `fit`.
@@ -143,7 +143,7 @@ class Sweep:
         return {**head, "along": along, "arms": arms}
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import os
 import platform as machine
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 import flax
 import jax
 
+from nnx_pipeline.lab._tracing.visits import each_once
+from nnx_pipeline.lab.compile._packages import version
 from nnx_pipeline.lab.compile.platform import Platform
 
 # The packages that decide a compile: on every platform under "", and on one kind of platform alone.
@@ -107,12 +108,7 @@ def source() -> str:
 
 @functools.cache
 def packages(platform: Platform) -> str:
-    installed = {}
-    for distribution in _of(PACKAGES, platform):
-        try:
-            installed[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            installed[distribution] = "none"
+    installed = {name: version(name) or "none" for name in _of(PACKAGES, platform)}
     return f"{installed} python {machine.python_version()}"
 
 
@@ -143,17 +139,14 @@ def _contents(name: str, text: str) -> Iterator[str]:
     XLA takes the whole of XLA_FLAGS as a file of flags unless it begins with `-`; otherwise a file
     is the value of a flag, such as `--flagfile=path`."""
     is_path = name == "TPU_LIBRARY_PATH" or (name.endswith("_FLAGS") and text.lstrip()[:1] != "-")
-    waiting, seen = [text] if is_path else _values(text), set()
-    while waiting:
-        path = waiting.pop()
-        if path not in seen:
-            seen.add(path)
-            try:
-                state, content = _state(Path(path))
-            except (OSError, ValueError):
-                continue  # not a file: the value itself is in the key already
-            waiting += _values(content)
-            yield f"{path} {state}"
+    waiting = [text] if is_path else _values(text)
+    for path in each_once(waiting):
+        try:
+            state, content = _state(Path(path))
+        except (OSError, ValueError):
+            continue  # not a file: the value itself is in the key already
+        waiting += _values(content)
+        yield f"{path} {state}"
 
 
 def _values(text: str) -> list[str]:

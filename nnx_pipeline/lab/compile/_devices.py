@@ -100,16 +100,8 @@ def _set(environment: dict[str, str]) -> None:
 
 
 def _tpu_devices(platform: str, target: str, topology: str) -> Sequence[jax.Device]:
-    wanted = required("tpu", "libtpu")
-    have = version("libtpu")
-    cure = install("tpu")
-    if not have:
-        raise MissingCompiler(f"platform {platform} needs libtpu, which is not installed; {cure}")
-    if not matches(have, wanted):
-        raise InputError(
-            f"platform {platform} needs libtpu{wanted} for jax {version('jax')} and "
-            f"found {have}, whose programs this JAX cannot read back; {cure}"
-        )
+    why = ", whose programs this JAX cannot read back"
+    _check_plugin(platform, "libtpu", "tpu", required("tpu", "libtpu"), why)
     _set(TPU_ENVIRONMENT)
     # Where programs run both cores of a v4 are one device; by default the compiler has two.
     options: dict[str, Any] = {}
@@ -121,8 +113,8 @@ def _tpu_devices(platform: str, target: str, topology: str) -> Sequence[jax.Devi
     return _topology(platform, topology_name=f"{target}:{shape}", **options)
 
 
-def _check_plugin(platform: str, package: str, extra: str, wanted: str) -> None:
-    """Raises an error where the plugin of a GPU's maker is missing, or is not `wanted`."""
+def _check_plugin(platform: str, package: str, extra: str, wanted: str, why: str = "") -> None:
+    """Raises an error where a compiler is missing, or is not `wanted`."""
     have = version(package)
     if not have:
         raise MissingCompiler(
@@ -131,7 +123,7 @@ def _check_plugin(platform: str, package: str, extra: str, wanted: str) -> None:
     if not matches(have, wanted):
         raise InputError(
             f"platform {platform} needs {package}{wanted} for jax {version('jax')} and found "
-            f"{have}; {install(extra)}"
+            f"{have}{why}; {install(extra)}"
         )
 
 

@@ -173,7 +173,6 @@ def _compile(folder: Path, library: str, functions: Functions) -> None:
 
 
 def _compilers() -> list[list[str]]:
-    """The C compilers of this machine, and then that of the package ziglang."""
     there = [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     zig = [sys.executable, "-m", "ziglang", "cc"]
     return [*there, *([zig] if importlib.util.find_spec("ziglang") else [])]

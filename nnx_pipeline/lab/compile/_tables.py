@@ -57,42 +57,41 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
     """The text of a program with its tables of integers, where it has branches to choose. A table
     has one axis, and no more entries than `MOST_TRIPS`. The text stays as it is where the runtime
     does not give the program in its binary form."""
-    executable: Any = compiled.runtime_executable()
     wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= MOST_TRIPS}
-    if " conditional(" not in text or not wanted or executable is None:
+    if " conditional(" not in text or not wanted:
         return text
+    # Without a binary form a note says how branches are counted.
     tables: dict[str, str] = {}
-    try:
-        modules = executable.hlo_modules()
-    except jax.errors.JaxRuntimeError:
-        return text  # a runtime without them; a note then says how branches are counted
-    for module in modules:
-        tables |= _tables(module.as_serialized_hlo_module_proto(), wanted)
+    for module in _modules(compiled):
+        tables |= _tables(module, wanted)
     return _LEFT_OUT.sub(lambda found: found[1] + tables.get(found[2], "{...}"), text)
 
 
 def with_costs(text: str, compiled: jax.stages.Compiled) -> str:
     """The text of a program with the list of costs in each start whose text has an empty one."""
-    executable: Any = compiled.runtime_executable()
-    if not _NO_COSTS.search(text) or executable is None:
+    if not _NO_COSTS.search(text):
         return text
-    costs: dict[str, str] = {}
-    try:
-        modules = executable.hlo_modules()
-    except jax.errors.JaxRuntimeError:
-        return text  # the rates of the links then count, and a line says so
-    for module in modules:
-        costs |= dict(_costs_of_starts(module.as_serialized_hlo_module_proto()))
+    # Without a binary form the rates of the links count, and a line says so.
+    costs = {name: cost for one in _modules(compiled) for name, cost in _costs_of_starts(one)}
     return _NO_COSTS.sub(
         lambda found: found[1] + costs.get(found[2], '"reification_cost":[]'), text
     )
 
 
-def _costs_of_starts(module: bytes) -> Iterator[tuple[str, str]]:
+def _modules(compiled: jax.stages.Compiled) -> list[Any]:
+    """The program in its binary form; empty where the runtime does not give it."""
+    executable: Any = compiled.runtime_executable()
+    try:
+        modules = [] if executable is None else executable.hlo_modules()
+    except jax.errors.JaxRuntimeError:
+        return []
+    return [_module_type().FromString(one.as_serialized_hlo_module_proto()) for one in modules]
+
+
+def _costs_of_starts(module: Any) -> Iterator[tuple[str, str]]:
     """Each asynchronous start with the costs of what it runs, as they are written."""
-    computations = _module_type().FromString(module).computations
-    inside = {one.id: one.instructions for one in computations}
-    for one in computations:
+    inside = {one.id: one.instructions for one in module.computations}
+    for one in module.computations:
         for start in one.instructions:
             for number in start.called if start.opcode == "async-start" else ():
                 for item in inside.get(number, ()):
@@ -100,9 +99,9 @@ def _costs_of_starts(module: bytes) -> Iterator[tuple[str, str]]:
                         yield start.name, found.group()
 
 
-def _tables(module: bytes, wanted: Collection[str]) -> dict[str, str]:
+def _tables(module: Any, wanted: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for computation in _module_type().FromString(module).computations:
+    for computation in module.computations:
         for instruction in computation.instructions:
             for kind, (_, _, read_as) in _INTEGERS.items() if instruction.name in wanted else ():
                 entries = getattr(instruction.literal, kind)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.lab._tracing.jaxpr import Location
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope, Value, program_scope, step_back
+from nnx_pipeline.lab.mesh import spec_axes
 
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
 SAME = {
@@ -50,11 +53,11 @@ class LintedProgram:
     parameters: frozenset[int]
     shardings: Sequence[object]
     devices: int = 1
-    scope: JaxprScope = field(init=False)
     _is_parameter: dict[Value, bool] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.scope = program_scope(self.traced)
+    @cached_property
+    def scope(self) -> JaxprScope:
+        return program_scope(self.traced)
 
     def is_parameter(self, value: Value) -> bool:
         """Whether a value is a parameter or part of one, perhaps cast, moved or reshaped."""
@@ -166,22 +169,19 @@ def spreads_nothing(spec: P) -> bool:
 def _split(spec: P, sizes: Mapping[str, int]) -> int | None:
     if P.UNCONSTRAINED in spec:
         return None  # the compiler chooses
-    names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
-    return math.prod(sizes[name] for name in names if name in sizes)
+    return math.prod(sizes[name] for name in spec_axes(spec) if name in sizes)
 
 
 def _history(
     value: Value, through: Callable[[Derivation], Sequence[Value]]
 ) -> Iterator[Derivation]:
     """Every step back from a value, also to the operands that `through` gives of an equation."""
-    # A carry comes from its own value after an iteration: without `seen` this would not end.
-    seen, waiting = {value}, [value]
-    while waiting:
-        step = step_back(waiting.pop())
+    # A carry comes from its own value after an iteration: visited again, this would not end.
+    waiting = [value]
+    for one in each_once(waiting):
+        step = step_back(one)
         yield step
-        before = step.values if step.way in _LINKS else through(step)
-        waiting += [one for one in dict.fromkeys(before) if one not in seen]
-        seen.update(before)
+        waiting += step.values if step.way in _LINKS else through(step)
 
 
 def _of_parameter(step: Derivation) -> Sequence[Value]:

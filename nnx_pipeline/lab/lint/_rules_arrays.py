@@ -8,6 +8,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
@@ -107,9 +108,9 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
 
 def _made_of(value: Value, array: Value) -> set[str]:
     """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
-    waiting, seen, origins = [value], {value}, set()
-    while waiting:
-        one = facts.made_from(waiting.pop(), _SHAPING)
+    waiting, origins = [value], set()
+    for operand in each_once(waiting):
+        one = facts.made_from(operand, _SHAPING)
         if one == array or not isinstance(one.variable, Var):
             origins.add("array" if one == array else "literal")
             continue
@@ -118,8 +119,7 @@ def _made_of(value: Value, array: Value) -> set[str]:
             return set()
         if step.primitive == "iota":
             origins.add("iota")
-        waiting += [operand for operand in step.values if operand not in seen]
-        seen.update(step.values)
+        waiting += step.values
     return origins
 
 
@@ -134,9 +134,9 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
         return True
     calls = [*scope.calls()]
     in_backward = is_transposed([reader, *calls])
-    function, waiting, seen = function_of(reader), list(reader.outvars), set(reader.outvars)
-    while waiting:
-        for equation in scope.readers.get(waiting.pop(), []):
+    function, waiting = function_of(reader), list(reader.outvars)
+    for variable in each_once(waiting):
+        for equation in scope.readers.get(variable, []):
             if not equation.outvars:
                 continue  # it prints, or calls back
             result = scope.value(equation.outvars[0])
@@ -146,8 +146,7 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
                 # Only a cast in the function itself counts, not one in what uses its result.
                 if function_of(equation) == function:
                     return True
-            elif _is_float32(result) and equation.outvars[0] not in seen:
-                seen.add(equation.outvars[0])
+            elif _is_float32(result):
                 waiting.append(equation.outvars[0])
     return False
 
@@ -211,12 +210,8 @@ def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
     """The sharding constraints on a value or on casts of it, also in and outside calls."""
-    seen, waiting = set(), [value]
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
+    waiting = [value]
+    for one in each_once(waiting):
         scope, variable = one.scope, one.variable
         for reader in scope.readers.get(variable, []):
             if reader.primitive.name == "sharding_constraint":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from jax.extend.core import JaxprEqn
 
 from nnx_pipeline.lab._tracing.jaxpr import is_transposed
+from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.lint._facts import (
     FACTORS,
@@ -110,13 +111,8 @@ def _sums(value: Value, axis: int) -> Iterator[Value]:
     that of the stack. An array that is summed over other axes too is not the gradient of a
     parameter, though it may have the shape of one.
     """
-    seen, waiting = set(), [(value, axis)]
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        value, axis = one
+    waiting = [(value, axis)]
+    for value, axis in each_once(waiting):
         shape = value.aval.shape
         for equation in value.scope.readers.get(value.variable, []):
             if equation.primitive.name != "reduce_sum":
@@ -138,16 +134,14 @@ def _sums(value: Value, axis: int) -> Iterator[Value]:
 
 def _is_multiplied_again(total: Value) -> bool:
     """Whether the backward pass multiplies a sum again: then it is a cotangent."""
-    waiting, seen = [total], {total}
-    while waiting:
-        value = waiting.pop()
+    waiting = [total]
+    for value in each_once(waiting):
         calls = [*value.scope.calls()]
         for equation in value.scope.readers.get(value.variable, []):
             if equation.primitive.name in PRODUCTS and is_transposed([equation, *calls]):
                 return True
             waiting += [value.scope.value(variable) for variable in equation.outvars]
-        waiting = [one for one in [*waiting, *calls_of(value)] if one not in seen]
-        seen.update(waiting)
+        waiting += calls_of(value)
     return False
 
 

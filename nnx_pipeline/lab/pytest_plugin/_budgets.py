@@ -114,20 +114,18 @@ def figures_of(result: object) -> dict[str, float | None]:
 
 
 def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
-        change
-        for change in changes
-        if change.measured is None or change.measured > change.budget * (1 + tolerance)
+        Change(name, allowed, value)
+        for name, allowed in budget.items()
+        if (value := measured.get(name)) is None or value > allowed * (1 + tolerance)
     ]
 
 
 def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
-    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
-        change
-        for change in changes
-        if change.measured is not None and change.measured < change.budget * (1 - tolerance)
+        Change(name, allowed, value)
+        for name, allowed in budget.items()
+        if (value := measured.get(name)) is not None and value < allowed * (1 - tolerance)
     ]
 
 

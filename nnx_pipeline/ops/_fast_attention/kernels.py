@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.lab.mesh import ambient_platform
+from nnx_pipeline.lab.mesh import ambient_platform, entry_axes
 from nnx_pipeline.ops._attention import Options, dot_product_attention, in_groups, out_of_groups
 from nnx_pipeline.ops._fast_attention import cudnn, splash
 from nnx_pipeline.ops._fast_attention.chunked import Tiling, attend_by_tiles
@@ -124,10 +124,6 @@ def _on_devices(
     specs = [grouped, keys, keys, P(grouped[0], None)]
     present = [array for array in arrays if array is not None]
     specs = [*specs[: len(present)], *(P() for _ in whole)]
-    shards = tuple(axis for entry in grouped for axis in _axes(entry) if axis in mesh_sizes())
+    shards = tuple(axis for entry in grouped for axis in entry_axes(entry) if axis in mesh_sizes())
     attend = differentiable(kernel, specs, grouped, shards=shards, refusal=REFUSAL)
     return out_of_groups(attend(*present, *whole), grouped)
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()

@@ -167,12 +167,7 @@ def _reading(split: PyTree) -> WeightsAt:
 
 def _to_microbatches(side: PyTree, d_rows: PyTree, now: CircularPlan) -> PyTree:
     """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`."""
-    wanted = jax.tree.map(
-        lambda d_row, leaf: None if d_row is None else leaf,
-        d_rows,
-        side,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    wanted = jax.tree.map(lambda leaf, d_row: None if d_row is None else leaf, side, d_rows)
     read = functools.partial(visit.side_of, microbatch=now.microbatch)
     (d_side,) = jax.linear_transpose(read, wanted)(d_rows)
     return d_side

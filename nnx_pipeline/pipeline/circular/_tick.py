@@ -86,10 +86,8 @@ def stage_inputs(
     carry: CircularCarry,
 ) -> tuple[MidTick, PyTree]:
     """Selects the input of every stage at a tick; linear in the carry."""
-    first, last = (
-        exchange.mark_stage(0, schedule.stages),
-        exchange.mark_stage(schedule.stages - 1, schedule.stages),
-    )
+    first = exchange.mark_stage(0, schedule.stages)
+    last = exchange.mark_stage(schedule.stages - 1, schedule.stages)
     waiting = exchange.slot(carry.stream, now.stream_slot)
     # Each stage sends its last output to the next stage, and the last stage to the first.
     sent = jax.tree.map(lambda leaf: exchange.shift(leaf, by=1, how=shift_by), carry.outputs[0])

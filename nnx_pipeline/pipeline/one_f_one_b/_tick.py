@@ -220,7 +220,6 @@ class OneForwardOneBackwardTick:
     def _if_due(
         self, due: Array, function: Function, otherwise: Function, *state: PyTree
     ) -> PyTree:
-        """Calls `function` in the ticks in which it is due, else `otherwise`."""
         # With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
         # and it adds nothing; so it needs no condition.
         if self.schedule.repeats == 1:

@@ -256,14 +256,7 @@ def _run_backward(
         )
     d_loss = grads.or_zeros(d_loss)
     d_weights, d_needed = jax.tree.map(lambda leaf: grads.scaled(leaf, d_loss), gradients)
-    d_inputs = no_gradient(inputs)
-    if d_needed is not None:
-        d_inputs = jax.tree.map(
-            lambda new, none: none if new is None else new,
-            d_needed,
-            d_inputs,
-            is_leaf=lambda leaf: leaf is None,
-        )
+    d_inputs = no_gradient(inputs) if d_needed is None else as_cotangents(d_needed, inputs)
     return as_cotangents(d_weights, weights), d_inputs, no_gradient(layers)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.lab._tracing.jaxpr import inner_jaxprs, with_bodies
+from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
 from nnx_pipeline.pipeline.stage._hoist import Function
@@ -209,6 +209,5 @@ def without_convolutions(apply_stage: Function) -> Function:
 
 
 def _has_convolution(program: ClosedJaxpr) -> bool:
-    inside = (body for equation in with_bodies(program) for body in inner_jaxprs(equation))
-    equations = (equation for body in (program.jaxpr, *inside) for equation in body.eqns)
-    return any(equation.primitive.name == "conv_general_dilated" for equation in equations)
+    names = (equation.primitive.name for equation in equations_of(program))
+    return "conv_general_dilated" in names
