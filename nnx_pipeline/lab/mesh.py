@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nnx_pipeline.lab.errors import InputError, counted, divides, nearest, one_of
 
@@ -66,8 +66,9 @@ class MeshConfig:
         Raises InputError for an unknown axis, an axis named twice, and a size that is not a whole
         number of 1 or more.
         """
+        mesh = cls(**_parsed(text, "mesh"))
         divided = cls(**_parsed(dcn, "dcn")) if dcn.strip() else None
-        return cls(**_parsed(text, "mesh"), dcn=divided)
+        return dataclasses.replace(mesh, dcn=divided)
 
     def sizes(self) -> dict[str, int]:
         """Every axis with its size, in the order of the mesh axes."""
@@ -91,8 +92,8 @@ class MeshConfig:
 AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig) if axis.name != "dcn")
 
 
-def _parsed(text: str, what: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
+def _parsed(text: str, what: str) -> dict[str, Any]:
+    sizes = {}
     for part in (piece.strip() for piece in text.split(",") if text.strip()):
         name, separator, size = part.partition("=")
         if name not in AXES:

@@ -1,13 +1,18 @@
 """One program on several platforms: which there are, what fits, and what tokens cost."""
 
+import dataclasses
 import importlib.metadata
 
 import jax
 import pytest
 from helpers import Run, missing
+from page_examples import TIME, attribution, measurement
+from test_screens import text
 
 from nnx_pipeline import InputError, lab
 from nnx_pipeline.lab._cli.values import Costing
+from nnx_pipeline.lab._hlo.cost import Unread
+from nnx_pipeline.lab._report.platforms_table import platforms_view
 from nnx_pipeline.lab._timing.rate import Rate
 from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile.platform import Platform, targets
@@ -182,6 +187,45 @@ def test_a_mesh_that_does_not_fit_is_said_at_once(run: Run) -> None:
     ended = run("compare", *PRODUCT, "--mesh", "fsdp=8", *CPU, *V5P)
     assert ended.code == 2
     assert "compiling" not in ended.err
+
+
+def test_what_the_table_of_platforms_says_of_each() -> None:
+    """By what its step is estimated, how good that is, why one does not fit; within 80 columns."""
+    heap = attribution()
+    sort = Unread("top_k.1", "sort", ("time_bound",), 7, "one pass of its bytes counts")
+    times = {
+        "tpu:v5p:2x2x2": dataclasses.replace(TIME, is_lower_bound=True, program="experts"),
+        "cuda:h100:8": dataclasses.replace(TIME, basis="xla-model"),
+        "rocm:mi300x:8": dataclasses.replace(TIME, basis="roofline", is_lower_bound=True),
+        "rocm:mi355x:8": dataclasses.replace(TIME, basis="roofline", is_lower_bound=True),
+        "tpu:v2:2x2": None,
+    }
+    rows = []
+    for name, time in times.items():
+        made = dataclasses.replace(measurement(heap, platform=name), time=time, gemm=None)
+        made = dataclasses.replace(made, device_memory_bytes=100 * 10**9, tokens=4096, price=4.0)
+        unread = (sort,) if name.startswith("tpu:v5p") else ()
+        notes = (*["of one alone"][: name == "tpu:v2:2x2"], "all is whole")
+        rows.append((name, dataclasses.replace(made, unread=unread, notes=notes)))
+    small = dataclasses.replace(rows[1][1], platform="cuda:h200:8", device_memory_bytes=10**8)
+    refused = dataclasses.replace(small.memory, temp_bytes=None)
+    last = dataclasses.replace(small, platform="tpu:v5e:2x4", memory=refused, time=None)
+    rows += [("cuda:h200:8", small), ("tpu:v5e:2x4", last), ("cuda:b200:8", "no compiler")]
+    lines = text(platforms_view("a step", rows)).splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    cycles = "step on tpu:v5p:2x2x2: by the compiler's cycles; at least, for sort (one pass of its "
+    assert f"{cycles}bytes counts); measured steps of models with experts on v5p" in shown
+    assert "step on cuda:h100:8, cuda:h200:8: by XLA's own model of the GPU; measured" in shown
+    amd = "step on rocm:mi300x:8, rocm:mi355x:8: a roofline: no program reaches it (XLA has no"
+    assert f"{amd} products that were measured on AMD's GPUs); no step that is" in shown
+    assert "step on tpu:v2:2x2: nothing is known of its time" in shown
+    assert "step on tpu:v5e:2x4: not known, because the compiler refused the program" in shown
+    sizes = "cuda:h200:8: arguments 210.0 + outputs 0.0 + heap 77.8 = 287.8 of 100.0 MB: does not"
+    assert f"{sizes} fit ✗; largest buffer 33.6 MB: scan carry, bf16[4,8,512,1024]" in shown
+    assert "cuda:b200:8: no compiler" in shown
+    assert "tpu:v2:2x2: of one alone" in shown
+    assert lines[-1] == "all is whole"
 
 
 def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
