@@ -23,7 +23,7 @@ ABOUT = f"""# One training step on every target
 `nnx-pipeline measure mixtral-small {STEP} --platform …`
 for eight devices of each target, compiled without one. MB (10⁶ bytes) and milliseconds of a device;
 for a GPU with matrix products by Triton, and temp also by the library of its maker (cuBLASLt or
-hipBLASLt). ≥ is a lower bound. Made by `python benchmarks/every_target.py`.
+hipBLASLt). ≥ is a lower bound. Made by `python benchmarks/every_target.py` with JAX VERSION.
 
 | platform | arguments | temp | by the library | outputs | step, ms | time by |
 |---|--:|--:|--:|--:|--:|---|
@@ -60,7 +60,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     names = list(map(of_eight, targets()))
     rows = [measured(name, folder / f"{name.replace(':', '-')}.json") for name in names]
-    RESULTS.write_text(ABOUT + "\n".join([*map(line, rows), ""]), "utf-8")
+    about = ABOUT.replace("VERSION", rows[0]["versions"]["jax"])
+    RESULTS.write_text(about + "\n".join([*map(line, rows), ""]), "utf-8")
 
 
 if __name__ == "__main__":

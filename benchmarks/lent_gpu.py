@@ -72,17 +72,20 @@ STEPS = {
 ATTENTION = "mistral-7b, 4 layers"  # the step whose attention is cuDNN's, where that is installed
 LAYER = "Mixtral 8x7B, a layer"
 
-ABOUT = """# One {kind} beside the lab's estimates
+ABOUT = """# One {device} beside the lab's estimates
 
-Milliseconds; the error says by how much the estimate is longer. Programs were compiled on the GPU,
-and the estimate is read from the program that ran; the last two columns are of the same function
-compiled without a GPU. {timed} Made by `python benchmarks/lent_gpu.py`.
+{timed}
+Milliseconds of a product, a training step or a layer forward and backward, on one device. Estimated
+is the lab's estimate of the very program that ran, compiled on the GPU; without a GPU is that of the
+same function compiled where there is none. The errors say by how much an estimate is longer. Made by
+`python benchmarks/lent_gpu.py` with {versions}.
 
 | program | measured | estimated | error | without a GPU | error |
 |---|--:|--:|--:|--:|--:|
 """
-TIMED = "A time is the median of {runs} runs, after {warm} calls that are not counted. {versions}."
-NOT_TIMED = "**Nothing was timed yet**: no GPU was lent, and the script waits for one."
+TIMED = f"A time is the median of {RUNS} runs, after {WARM} calls that are not counted."
+NOT_TIMED = """**Nothing was timed yet.** The script is ready, and waits for a GPU to be lent.
+"""
 
 
 class Case(NamedTuple):
@@ -183,7 +186,7 @@ def row(case: Case, platform: Platform, device: jax.Device, *, real: bool) -> di
         compiled = jitted.lower(*arguments).compile(platform.compiler_options)
         seconds = estimated(compiled, platform, device)
         if not real:
-            return {"without": seconds / case.count}
+            return {"without": seconds / case.count, "bytes": bytes_of(compiled)}
         calls = max(1, math.ceil(SHORTEST / seconds))
         took = measured(compiled, arguments, calls, donated=case.kind == "steps")
     return {"estimated": seconds / case.count, "measured": took / case.count}
@@ -199,6 +202,13 @@ def estimated(compiled: jax.stages.Compiled, platform: Platform, device: jax.Dev
     if found is None or found.step_seconds is None:
         raise InputError("the lab has no estimate of this program")
     return found.step_seconds
+
+
+def bytes_of(compiled: jax.stages.Compiled) -> int:
+    """What a program needs of the memory of a device."""
+    memory: Any = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
 
 def measured(
@@ -231,7 +241,9 @@ def table(found: dict[str, Any]) -> str:
     rows = found["rows"]
     is_timed = any("measured" in each for each in rows)
     versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if value)
-    timed = TIMED.format(runs=RUNS, warm=WARM, versions=versions) if is_timed else NOT_TIMED
+    about = ABOUT.format(
+        device=found["device"], timed=TIMED if is_timed else NOT_TIMED, versions=versions
+    )
     lines = [_line(each) for each in rows]
     closing = []
     for kind in ("products", "steps", "layers", ""):
@@ -244,7 +256,7 @@ def table(found: dict[str, Any]) -> str:
             )
     if is_timed:
         closing.append(f"It took {found['took']:.0f} s.")
-    return ABOUT.format(kind=found["device"], timed=timed) + "\n".join([*lines, "", *closing, ""])
+    return about + "\n".join([*lines, "", *closing, ""])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -300,7 +312,7 @@ def run(given: argparse.Namespace, device: jax.Device, platform: Platform) -> No
     for each in all_rows(chosen, platform, device, real=real):
         before = rows.get(each["name"], {})
         # What was timed before is not of the versions of this run.
-        keys = {"without"} if real else {"estimated", "measured"}
+        keys = {"without", "bytes"} if real else {"estimated", "measured"}
         rows[each["name"]] = {name: before[name] for name in keys & before.keys()} | each
         found["rows"] = [rows[case.name] for case in cases() if case.name in rows]
         if real:

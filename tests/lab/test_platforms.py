@@ -225,7 +225,7 @@ def test_what_the_table_of_platforms_says_of_each() -> None:
     assert f"{sizes} fit ✗; largest buffer 33.6 MB: scan carry, bf16[4,8,512,1024]" in shown
     assert "cuda:b200:8: no compiler" in shown
     assert "tpu:v2:2x2: of one alone" in shown
-    assert lines[-1] == "all is whole"
+    assert "all is whole" in lines
 
 
 def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
