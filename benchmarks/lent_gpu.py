@@ -36,6 +36,7 @@ from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.result import Time
 from nnx_pipeline.lab.compile._figures import read_program
 from nnx_pipeline.lab.compile._packages import MissingCompiler
 from nnx_pipeline.lab.compile._tables import with_costs, with_tables
@@ -76,13 +77,14 @@ ABOUT = """# One {device} beside the lab's estimates
 
 {timed}
 Milliseconds of a product, a training step or a layer forward and backward, on one device. Estimated
-is the lab's estimate of the very program that ran, compiled on the GPU; without a GPU is that of the
-same function compiled where there is none. The errors say by how much an estimate is longer. Made by
-`python benchmarks/lent_gpu.py` with {versions}.
+is what the lab says of the very program that ran, compiled on the GPU, and without a GPU what it
+says of the same function compiled where there is none; ≥ is a lower bound. The errors say by how
+much an estimate is longer. Made by `python benchmarks/lent_gpu.py` with {versions}.
 
 | program | measured | estimated | error | without a GPU | error |
 |---|--:|--:|--:|--:|--:|
 """
+ESTIMATES = {"estimated": "of the program that ran", "without": "without a GPU"}
 TIMED = f"A time is the median of {RUNS} runs, after {WARM} calls that are not counted."
 NOT_TIMED = """**Nothing was timed yet.** The script is ready, and waits for a GPU to be lent.
 """
@@ -178,30 +180,32 @@ def cases() -> Iterator[Case]:
     yield from (training(name, settings) for name, settings in STEPS.items())
 
 
-def row(case: Case, platform: Platform, device: jax.Device, *, real: bool) -> dict[str, float]:
+def row(case: Case, platform: Platform, device: jax.Device, *, real: bool) -> dict[str, Any]:
     """The estimate of a program, and on a real device also how long it takes."""
     mesh = make_mesh(MeshConfig(), [device], sharding=case.sharding)  # type: ignore[arg-type]
     with jax.set_mesh(mesh):
         jitted, arguments = case.make(real)
         compiled = jitted.lower(*arguments).compile(platform.compiler_options)
-        seconds = estimated(compiled, platform, device)
+        found = time_of(compiled, platform, device)
         if not real:
-            return {"without": seconds / case.count, "bytes": bytes_of(compiled)}
-        calls = max(1, math.ceil(SHORTEST / seconds))
-        took = measured(compiled, arguments, calls, donated=case.kind == "steps")
-    return {"estimated": seconds / case.count, "measured": took / case.count}
+            if found is None:
+                raise InputError("the lab has no estimate of this program")
+            estimate = {"without": found.step_seconds / case.count}
+            return {**estimate, "is_lower_bound": found.is_lower_bound, "bytes": bytes_of(compiled)}
+        seconds = found.step_seconds if found else None
+        calls = max(1, math.ceil(SHORTEST / (seconds or SHORTEST)))
+        took = measured(compiled, arguments, calls, donated=case.kind == "steps") / case.count
+    return {"measured": took, **({"estimated": seconds / case.count} if seconds else {})}
 
 
-def estimated(compiled: jax.stages.Compiled, platform: Platform, device: jax.Device) -> float:
-    """Seconds of a program by the lab, from its text."""
+def time_of(compiled: jax.stages.Compiled, platform: Platform, device: jax.Device) -> Time | None:
+    """What the lab estimates of a program, from its text; None where it does not know a step."""
     known = device_of(platform.kind, platform.target)
     assert known is not None, platform
     text = with_costs(with_tables(compiled.as_text() or "", compiled), compiled)
     links = Links.of(known, platform.topology, [device])
     found = read_program(text, None, None, links=links).time
-    if found is None or found.step_seconds is None:
-        raise InputError("the lab has no estimate of this program")
-    return found.step_seconds
+    return found if found and found.step_seconds else None
 
 
 def bytes_of(compiled: jax.stages.Compiled) -> int:
@@ -246,16 +250,12 @@ def table(found: dict[str, Any]) -> str:
     )
     lines = [_line(each) for each in rows]
     closing = []
-    for kind in ("products", "steps", "layers", ""):
-        those = [each for each in rows if each["kind"] == kind or not kind]
-        medians = [_median(those, estimate) for estimate in ("estimated", "without")]
-        if None not in medians:
-            one, other = medians
-            closing.append(
-                f"Median error of {kind or 'all'}: {one:.1%}, without a GPU {other:.1%}."
-            )
-    if is_timed:
-        closing.append(f"It took {found['took']:.0f} s.")
+    for kind in ("products", "steps", "layers", "all"):
+        those = [each for each in rows if kind in (each["kind"], "all")]
+        medians = {words: _median(those, estimate) for estimate, words in ESTIMATES.items()}
+        known = [f"{words} {value:.1%}" for words, value in medians.items() if value is not None]
+        closing += [f"Median error of {kind}: {', '.join(known)}."] if known else []
+    closing += [f"All of it took {found['took']:.0f} s."] if is_timed else []
     return about + "\n".join([*lines, "", *closing, ""])
 
 
@@ -263,9 +263,10 @@ def _line(row: dict[str, Any]) -> str:
     if "reason" in row:
         return f"| {row['name']} | {row['reason']} | – | – | – | – |"
     cells = [_milliseconds(row.get("measured"))]
-    for estimate in ("estimated", "without"):
-        error = _error(row, estimate)
-        cells += [_milliseconds(row.get(estimate)), "–" if error is None else f"{error:+.1%}"]
+    for estimate in ESTIMATES:
+        error, least = _error(row, estimate), "≥ " * row.get("is_lower_bound", False)
+        shown = least * (estimate in row) + _milliseconds(row.get(estimate))
+        cells += [shown, "–" if error is None else f"{error:+.1%}"]
     return f"| {' | '.join([row['name'], *cells])} |"
 
 
@@ -296,8 +297,9 @@ def all_rows(
             continue
         try:
             yield {**named, **row(case, platform, device, real=real)}
-        except (InputError, jax.errors.JaxRuntimeError) as failure:  # such as too little memory
-            yield {**named, "reason": str(failure).splitlines()[0][:160]}
+        except Exception as failure:  # of any kind; the time of the others is not to be lost
+            lines = str(failure).splitlines() or [""]
+            yield {**named, "reason": f"{type(failure).__name__}: {lines[0][:160]}"}
 
 
 def run(given: argparse.Namespace, device: jax.Device, platform: Platform) -> None:
@@ -312,7 +314,7 @@ def run(given: argparse.Namespace, device: jax.Device, platform: Platform) -> No
     for each in all_rows(chosen, platform, device, real=real):
         before = rows.get(each["name"], {})
         # What was timed before is not of the versions of this run.
-        keys = {"without", "bytes"} if real else {"estimated", "measured"}
+        keys = {"without", "bytes", "is_lower_bound"} if real else {"estimated", "measured"}
         rows[each["name"]] = {name: before[name] for name in keys & before.keys()} | each
         found["rows"] = [rows[case.name] for case in cases() if case.name in rows]
         if real:
