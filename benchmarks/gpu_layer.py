@@ -9,8 +9,9 @@ gradients of the weights and of the tokens, on 8,192 tokens in bfloat16; a time 
 figures as JSON. Where Hugging Face's `transformers` with torch, or MaxText, is installed, their
 layers of the same sizes run too. `--smoke` runs tiny sizes on the CPU and writes nothing.
 
-`flash` needs the extra `cudnn`. What a kind does not support is a row that says why. Nobody has run
-the layers of `transformers` and MaxText in this script yet; one that fails is a row that says how.
+`lent_gpu.py` times one of these layers beside its estimate. `flash` needs the extra `cudnn`. What a
+kind does not support is a row that says why. Nobody has run the layers of `transformers` and
+MaxText in this script yet; one that fails is a row that says how.
 """
 
 import argparse

@@ -44,7 +44,8 @@ def test_without_a_gpu_or_a_row_it_is_one_line(words: tuple[str, ...], said: str
 @pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the extra cuda is not installed")
 def test_a_dry_run_has_the_estimate_of_the_lab(tmp_path: Path) -> None:
     words = ("--dry-run", "--out", str(tmp_path), PRODUCT)
-    done = run_fresh(SCRIPT, *words, environment=user_environment())
+    text = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import lent_gpu as script"
+    done = run_fresh(f"{text}; script.main()", *words, environment=user_environment())
     assert done.code == 0, done.err
     assert "1 programs took" in done.out
     found = json.loads((tmp_path / "lent_gpu.json").read_text())
