@@ -220,7 +220,8 @@ def test_what_the_table_of_platforms_says_of_each() -> None:
     amd = "step on rocm:mi300x:8, rocm:mi355x:8: a roofline: no program reaches it (XLA has no"
     assert f"{amd} products that were measured on AMD's GPUs); no step that is" in shown
     assert "step on tpu:v2:2x2: nothing is known of its time" in shown
-    assert "step on tpu:v5e:2x4: not known, because the compiler refused the program" in shown
+    assert "step on tpu:v5e:2x4" not in shown
+    assert "tpu:v5e:2x4: arguments 210.0 + outputs 0.0 + heap 77.8 = 287.8 of 100.0 MB" in shown
     sizes = "cuda:h200:8: arguments 210.0 + outputs 0.0 + heap 77.8 = 287.8 of 100.0 MB: does not"
     assert f"{sizes} fit ✗; largest buffer 33.6 MB: scan carry, bf16[4,8,512,1024]" in shown
     assert "cuda:b200:8: no compiler" in shown

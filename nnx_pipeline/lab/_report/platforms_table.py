@@ -58,7 +58,8 @@ def platforms_view(title: str, rows: Sequence[Row]) -> RenderableType:
     ]
     if any(found.rate for found in measured):
         closing.append(remarks.Remark("tokens/s are those of one chip"))
-    steps = _by_text((_time(one), one.platform) for one in measured)
+    # Of a program that the compiler refused a note says so.
+    steps = _by_text((_time(one), one.platform) for one in measured if not one.is_refused)
     closing += [remarks.Remark(f"step on {names}: {line}") for line, names in steps.items()]
     notes = _by_text((note, one.platform) for one in measured for note in _notes(one))
     every = ", ".join(dict.fromkeys(one.platform for one in measured))
@@ -90,8 +91,6 @@ def _too_large(found: Measurement) -> str:
 
 def _time(found: Measurement) -> str:
     """By what the step is estimated, of which instructions it is not, and how good that is."""
-    if found.is_refused:
-        return "not known, because the compiler refused the program"
     if found.time is None:
         return "nothing is known of its time"
     parts = [figures.basis_of(found.time)]
