@@ -9,8 +9,9 @@ gradients of the weights and of the tokens, on 8,192 tokens in bfloat16; a time 
 figures as JSON. Where Hugging Face's `transformers` with torch, or MaxText, is installed, their
 layers of the same sizes run too. `--smoke` runs tiny sizes on the CPU and writes nothing.
 
-`flash` needs the extra `cudnn`. What a kind does not support is a row that says why. Nobody has run
-the layers of `transformers` and MaxText in this script yet; one that fails is a row that says how.
+`lent_gpu.py` times one of these layers beside its estimate. `flash` needs the extra `cudnn`. What a
+kind does not support is a row that says why. Nobody has run the layers of `transformers` and
+MaxText in this script yet; one that fails is a row that says how.
 """
 
 import argparse
@@ -238,7 +239,7 @@ def main() -> None:
     if smoke:
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "gpu":
-        sys.exit(_refusal(jax.default_backend()))
+        sys.exit(refusal("gpu_layer", "an NVIDIA GPU", "--smoke"))
     sizes, device = SMOKE if smoke else FULL, jax.devices()[0]
     peak = peak_of(device)
     text = ABOUT.format(
@@ -255,10 +256,11 @@ def main() -> None:
         RESULTS.with_suffix(".md").write_text("\n".join([text, HEAD, *lines, ""]))
 
 
-def _refusal(backend: str) -> int:
+def refusal(script: str, needed: str, instead: str) -> int:
+    """Says that a script needs a device, or an option in its place; returns the exit code."""
     print(
-        f"gpu_layer: needs an NVIDIA GPU, and JAX finds {backend}; run it where there is one, or "
-        "with --smoke",
+        f"{script}: needs {needed}, and JAX finds {jax.devices()[0].device_kind}; run it where "
+        f"there is one, or with {instead}",
         file=sys.stderr,
     )
     return 2

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from nnx_pipeline.lab.errors import InputError, divides, nearest, one_of
+from nnx_pipeline.lab.errors import InputError, counted, divides, nearest, one_of
 
 if TYPE_CHECKING:
     import jax
@@ -52,6 +52,10 @@ class MeshConfig:
                 raise InputError(f"mesh axis {name}={size!r} is not a whole number of 1 or more")
         if self.dcn is not None and not isinstance(self.dcn, MeshConfig):
             raise InputError(f"dcn={self.dcn!r} is no MeshConfig; write MeshConfig(data=2)")
+        for name, parts in self.dcn.sizes().items() if self.dcn is not None else ():
+            size = getattr(self, name)
+            rule = f"mesh axis {name}={size} does not divide into dcn {name}={parts} parts"
+            divides(parts, size, rule=rule, cure="or divide another axis")
 
     @classmethod
     def parse(cls, text: str, *, dcn: str = "") -> MeshConfig:
@@ -62,20 +66,9 @@ class MeshConfig:
         Raises InputError for an unknown axis, an axis named twice, and a size that is not a whole
         number of 1 or more.
         """
-        sizes: dict[str, int] = {}
-        for part in (piece.strip() for piece in text.split(",") if text.strip()):
-            name, separator, size = part.partition("=")
-            if name not in AXES:
-                raise InputError(f"mesh {text!r} has no axis {name!r}; {nearest(name, AXES)}")
-            if name in sizes:
-                raise InputError(f"mesh {text!r} names {name} twice; name each axis once")
-            if not separator or not size.isdecimal() or len(size) > 9:
-                raise InputError(
-                    f"mesh {text!r}: write {name}=N with a whole number of 1 or more, of nine "
-                    "digits at most"
-                )
-            sizes[name] = int(size)
-        return cls(**sizes, dcn=cls.parse(dcn) if dcn.strip() else None)
+        mesh = cls(**_parsed(text, "mesh"))
+        divided = cls(**_parsed(dcn, "dcn")) if dcn.strip() else None
+        return dataclasses.replace(mesh, dcn=divided)
 
     def sizes(self) -> dict[str, int]:
         """Every axis with its size, in the order of the mesh axes."""
@@ -97,6 +90,23 @@ class MeshConfig:
 
 
 AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig) if axis.name != "dcn")
+
+
+def _parsed(text: str, what: str) -> dict[str, Any]:
+    sizes = {}
+    for part in (piece.strip() for piece in text.split(",") if text.strip()):
+        name, separator, size = part.partition("=")
+        if name not in AXES:
+            raise InputError(f"{what} {text!r}: a mesh has no axis {name!r}; {nearest(name, AXES)}")
+        if name in sizes:
+            raise InputError(f"{what} {text!r} names {name} twice; name each axis once")
+        if not separator or not size.isdecimal() or len(size) > 9 or not int(size):
+            raise InputError(
+                f"{what} {text!r}: write {name}=N with a whole number of 1 or more, of nine "
+                "digits at most"
+            )
+        sizes[name] = int(size)
+    return sizes
 
 
 def make_mesh(
@@ -155,17 +165,14 @@ def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshCon
     slices: dict[int, list[jax.Device]] = {}
     for number, device in zip(_networks(devices), devices, strict=True):
         slices.setdefault(number, []).append(device)
-    inside = []
-    for axis, size in config.sizes().items():
-        rule = f"mesh axis {axis}={size} does not divide into dcn {axis}={getattr(dcn, axis)} parts"
-        divides(getattr(dcn, axis), size, rule=rule)
-        inside.append(size // getattr(dcn, axis))
+    inside = [size // getattr(dcn, axis) for axis, size in config.sizes().items()]
     sizes = sorted({len(one) for one in slices.values()})
     if len(slices) != dcn.num_devices or sizes != [math.prod(inside)]:
         raise InputError(
-            f"dcn {dcn} needs {dcn.num_devices} slices of {math.prod(inside)} devices, and there "
-            f"are {len(slices)} of {' or '.join(map(str, sizes))}; make the product of its axes "
-            "equal to the number of slices, or of hosts where there is one slice"
+            f"dcn {dcn if dcn.num_devices > 1 else 'of one part'} needs "
+            f"{counted(dcn.num_devices, 'slice')} of {math.prod(inside)} devices, and there are "
+            f"{len(slices)} of {' or '.join(map(str, sizes))}; make the product of its axes equal "
+            "to the number of slices, or of hosts where there is one slice"
         )
     outside = tuple(dcn.sizes().values())
     grid = np.array([_along_links(slices[number], inside) for number in sorted(slices)])

@@ -14,6 +14,7 @@ from nnx_pipeline import MeshConfig
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.result import KEYS
+from nnx_pipeline.lab.compile.platform import targets
 from nnx_pipeline.ops._fast_attention.kernels import SHORT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,6 +42,15 @@ def peer() -> Any:
 @pytest.fixture(scope="module")
 def estimates() -> Any:
     return benchmark("time_estimates")
+
+
+def test_every_target_has_its_row() -> None:
+    script = benchmark("every_target")
+    page = (RESULTS / "every_target.md").read_text("utf-8")
+    rows = re.findall(r"^\| ((?:tpu|cuda|rocm):\S+) \| (\S+) \| (\S+) \|", page, re.M)
+    assert [name for name, *_ in rows] == list(map(script.of_eight, targets()))
+    # As a compile by hand gave it.
+    assert ("rocm:mi300x:8", "209.7", "273.3") in rows
 
 
 def test_memory_beside_the_peer(peer: Any) -> None:

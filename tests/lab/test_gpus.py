@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,25 @@ def test_stand_ins_answer_nothing_but_errors(tmp_path: Path, monkeypatch) -> Non
 
 
 @needs_rocm
-def test_without_a_compiler(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("NNX_PIPELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(_rocm, "_compilers", list)
-    with pytest.raises(InputError, match=r"and found none; pip install ziglang, which brings one$"):
-        _rocm.stand_ins({"libnone.so.1": {"": ["f"]}})
+def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
+    words = ("measure", "jax.numpy:tanh", "--arg", "float32[8]", "--platform", "rocm:mi300x:1")
+    done = run_fresh(WITHOUT_COMPILER, str(tmp_path), *words, environment=user_environment())
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(
+        r"nnx-pipeline: AMD's compiler needs .*, and found none; pip install ziglang, which brings "
+        r"one\n",
+        done.err,
+    )
+
+
+WITHOUT_COMPILER = """
+import os, sys
+folder = sys.argv.pop(1)
+os.environ.update(NNX_PIPELINE_CACHE=folder, PATH=folder, ROCM_PATH=folder)
+sys.modules["ziglang"] = None
+from nnx_pipeline.lab._cli.main import main
+main()
+"""
 
 
 @needs_rocm

@@ -1,13 +1,18 @@
 """One program on several platforms: which there are, what fits, and what tokens cost."""
 
+import dataclasses
 import importlib.metadata
 
 import jax
 import pytest
 from helpers import Run, missing
+from page_examples import TIME, attribution, measurement
+from test_screens import text
 
-from nnx_pipeline import lab
+from nnx_pipeline import InputError, lab
 from nnx_pipeline.lab._cli.values import Costing
+from nnx_pipeline.lab._hlo.cost import Unread
+from nnx_pipeline.lab._report.platforms_table import platforms_view
 from nnx_pipeline.lab._timing.rate import Rate
 from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile.platform import Platform, targets
@@ -54,8 +59,10 @@ def test_tokens_and_their_cost_by_hand() -> None:
 
 def test_a_price_is_for_the_platforms_that_begin_so() -> None:
     measured = lab.measure(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), platform="cpu")
-    prices = Costing(prices=("1", "cpu=2", "tpu:v5p=3"), tokens=64)
-    assert (prices.of(measured).price, prices.of(measured).tokens) == (2.0, 64)
+    # The longest beginning counts, wherever it stands.
+    for given in (("1", "cpu=2", "tpu:v5p=3"), ("cpu=2", "c=4", "1")):
+        prices = Costing(prices=given, tokens=64)
+        assert (prices.of(measured).price, prices.of(measured).tokens) == (2.0, 64)
     assert Costing(prices=("tpu:v5p=3",), tokens=64).of(measured).price is None
 
 
@@ -102,7 +109,6 @@ def test_one_preset_on_two_platforms_has_its_tokens(run: Run) -> None:
         (("compare", "tiny", *CPU, *V5P, "--gemm", "both"), "write --gemm triton or --gemm cublas"),
         (("compare", "tiny", "loss-chunks", *CPU, *V5P), "leave out loss-chunks"),
         (("compare", "tiny", *CPU, *V5P, "--sweep", "model.num_layers=1,2"), "cannot be combined"),
-        (("measure", *PRODUCT, *CPU, "--price", "1"), "give --tokens N"),
         (("compare", "tiny", *CPU, "--platform", "cuda:h100:x"), "needs a number of GPUs"),
     ],
 )
@@ -113,17 +119,114 @@ def test_what_does_not_go_together(run: Run, command: tuple[str, ...], cure: str
     assert "Traceback" not in ended.err
 
 
-def test_tokens_of_a_preset_are_known(run: Run) -> None:
-    small = ("--set", "model.num_layers=1", "--set", "train.global_batch=2")
-    ended = run("measure", "tiny", *small, *CPU, "--tokens", "7")
-    assert ended.code == 2
-    assert "is for a function; a step of this preset has 128 tokens: leave it out" in ended.err
+V5P_ON_MESH = (*V5P, "--mesh", "fsdp=4")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("measure", "tiny", *V5P_ON_MESH, "--tokens", "7"), "--tokens 7 is for a function; a"),
+        (("compare", "tiny", *CPU, *V5P, "--tokens", "7"), "--tokens 7 is for a function; a"),
+        (("measure", *PRODUCT, *V5P, "--price", "1"), "the tokens of a step; give --tokens N"),
+        (("compare", *PRODUCT, *CPU, *V5P, "--price", "1"), "of a step; give --tokens N"),
+        (("measure", *PRODUCT, *CPU, "--tokens", "7"), "--tokens has no use on cpu, of whose time"),
+        (("measure", "tiny", *CPU, "--price", "1"), "--price has no use on cpu, of whose time"),
+        (("compare", "tiny", *CPU, *CPU, "--price", "1"), "has no use on cpu, cpu, of whose"),
+        (("measure", "tiny", *V5P, "--price", "cuda=1"), "cuda=1 is for none of the platforms"),
+        (("measure", "tiny", *V5P, "--price", "tpu==1"), "tpu==1 is for none of the platforms"),
+        (("measure", "tiny", *V5P, "--price", "1", "--price", "tpu=2"), "--price 1 is for none of"),
+        (("measure", "tiny", *V5P, "--price", "1", "--price", "2"), "twice for all platforms: 1 "),
+        (("measure", "tiny", *V5P, "--price", "=1"), "--price '=1' is no price of a chip"),
+        (("measure", "tiny", *V5P, "--price", "1e308"), "--price '1e308' is no price of a chip"),
+        (("measure", "tiny", *V5P, "--price", ""), "--price '' is no price of a chip"),
+        (("compare", "tiny", *CPU, *V5P, "--fresh"), "several --platform cannot be combined with"),
+    ],
+)
+def test_what_has_no_use_is_refused_before_anything_is_traced(
+    run: Run, command: tuple[str, ...], said: str
+) -> None:
+    ended = run(*command)
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+    assert "abstractly" not in ended.err
+    assert "tracing" not in ended.err
+
+
+def test_several_platforms_of_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NNX_PIPELINE_PLATFORM", "cpu tpu:v5p:2x2x1")
+    assert run("compare", "--list").code == 0
+    ended = run("compare", "tiny", "--fresh")
+    assert (ended.code, "several --platform cannot be combined" in ended.err) == (2, True)
+
+
+def test_one_platform_that_refuses_the_program_is_a_row(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one of them compiled is not lost; where all of them refuse it, it is bad input."""
+    from nnx_pipeline.lab._cli import measuring
+
+    real, refusal = measuring.measured, InputError("no such kernel; take another")
+
+    def refuses_once(*arguments: object) -> object:
+        monkeypatch.setattr(measuring, "measured", real)
+        raise refusal
+
+    monkeypatch.setattr(measuring, "measured", refuses_once)
+    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    assert (ended.code, "cpu: no such kernel" in ended.out) == (1, True)
+
+    def refuses(*arguments: object) -> object:
+        raise refusal
+
+    monkeypatch.setattr(measuring, "measured", refuses)
+    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    assert (ended.code, ended.out) == (2, "")
+    assert "no such kernel; take another" in ended.err
 
 
 def test_a_mesh_that_does_not_fit_is_said_at_once(run: Run) -> None:
     ended = run("compare", *PRODUCT, "--mesh", "fsdp=8", *CPU, *V5P)
     assert ended.code == 2
     assert "compiling" not in ended.err
+
+
+def test_what_the_table_of_platforms_says_of_each() -> None:
+    """By what its step is estimated, how good that is, why one does not fit; within 80 columns."""
+    heap = attribution()
+    sort = Unread("top_k.1", "sort", ("time_bound",), 7, "one pass of its bytes counts")
+    times = {
+        "tpu:v5p:2x2x2": dataclasses.replace(TIME, is_lower_bound=True, program="experts"),
+        "cuda:h100:8": dataclasses.replace(TIME, basis="xla-model"),
+        "rocm:mi300x:8": dataclasses.replace(TIME, basis="roofline", is_lower_bound=True),
+        "rocm:mi355x:8": dataclasses.replace(TIME, basis="roofline", is_lower_bound=True),
+        "tpu:v2:2x2": None,
+    }
+    rows = []
+    for name, time in times.items():
+        made = dataclasses.replace(measurement(heap, platform=name), time=time, gemm=None)
+        made = dataclasses.replace(made, device_memory_bytes=100 * 10**9, tokens=4096, price=4.0)
+        unread = (sort,) if name.startswith("tpu:v5p") else ()
+        notes = (*["of one alone"][: name == "tpu:v2:2x2"], "all is whole")
+        rows.append((name, dataclasses.replace(made, unread=unread, notes=notes)))
+    small = dataclasses.replace(rows[1][1], platform="cuda:h200:8", device_memory_bytes=10**8)
+    refused = dataclasses.replace(small.memory, temp_bytes=None)
+    last = dataclasses.replace(small, platform="tpu:v5e:2x4", memory=refused, time=None)
+    rows += [("cuda:h200:8", small), ("tpu:v5e:2x4", last), ("cuda:b200:8", "no compiler")]
+    lines = text(platforms_view("a step", rows)).splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(lines).split())
+    cycles = "step on tpu:v5p:2x2x2: by the compiler's cycles; at least, for sort (one pass of its "
+    assert f"{cycles}bytes counts); measured steps of models with experts on v5p" in shown
+    assert "step on cuda:h100:8, cuda:h200:8: by XLA's own model of the GPU; measured" in shown
+    amd = "step on rocm:mi300x:8, rocm:mi355x:8: a roofline: no program reaches it (XLA has no"
+    assert f"{amd} products that were measured on AMD's GPUs); no step that is" in shown
+    assert "step on tpu:v2:2x2: nothing is known of its time" in shown
+    assert "step on tpu:v5e:2x4" not in shown
+    assert "tpu:v5e:2x4: arguments 210.0 + outputs 0.0 + heap 77.8 = 287.8 of 100.0 MB" in shown
+    sizes = "cuda:h200:8: arguments 210.0 + outputs 0.0 + heap 77.8 = 287.8 of 100.0 MB: does not"
+    assert f"{sizes} fit ✗; largest buffer 33.6 MB: scan carry, bf16[4,8,512,1024]" in shown
+    assert "cuda:b200:8: no compiler" in shown
+    assert "tpu:v2:2x2: of one alone" in shown
+    assert "all is whole" in lines
 
 
 def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

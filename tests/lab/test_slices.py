@@ -87,8 +87,10 @@ def test_a_device_of_several_slices_has_its_own_memory() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--dcn", "dat=2"), "mesh 'dat=2' has no axis 'dat'; did you mean 'data'?"),
+        (("--dcn", "dat=2"), "dcn 'dat=2': a mesh has no axis 'dat'; did you mean 'data'?"),
         (("--dcn", "data=2"), "dcn data=2 needs 2 slices of 4 devices, and there are 1 of 8"),
+        (("--dcn", "stage=2"), "mesh axis stage=1 does not divide into dcn stage=2 parts; choose"),
+        (("--dcn", "data=0"), "dcn 'data=0': write data=N with a whole number of 1 or more"),
     ],
 )
 def test_a_division_that_cannot_be(run: Run, words: tuple[str, ...], said: str) -> None:

@@ -368,7 +368,8 @@ REFUSED = [
     bad(lambda: MeshConfig.parse("stage=2,stage=2"), "names stage twice; name each axis once"),
     bad(lambda: MeshConfig.parse("stage"), "write stage=N with a whole number of 1 or more"),
     bad(lambda: MeshConfig.parse("stage=-1"), "write stage=N"),
-    bad(lambda: MeshConfig.parse("stage=0"), "stage=0 is not a whole number of 1 or more"),
+    bad(lambda: MeshConfig.parse("stage=0"), "mesh 'stage=0': write stage=N with a whole number"),
+    bad(lambda: MeshConfig(dcn=MeshConfig(data=2)), "data=1 does not divide into dcn data=2 parts"),
     bad(lambda: MeshConfig.parse("stage=²"), "write stage=N"),
     bad(lambda: mesh_of("stage=16"), "stage=16 needs 16 devices and there are 8; make the product"),
     # overrides

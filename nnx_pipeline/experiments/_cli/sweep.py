@@ -38,11 +38,11 @@ def run_sweep(
     Raises InputError for options that do not go together, and Failed if a program did not compile.
     """
     experiments = choose(names) if names else []
-    config, mesh, platforms = chosen_config(chosen), target.mesh_config, target.platforms()
     if outputs.html_path or target.gemm == "both":
         raise InputError("--sweep cannot be combined with --html or --gemm both; leave them out")
     fields = dict(_parsed(text) for text in texts)
     _check_fields(fields, texts, chosen.assignments)
+    config, mesh, platforms = chosen_config(chosen), target.mesh_config, target.platforms()
     if len(experiments) > 1:
         several = ", ".join(experiment.name for experiment in experiments)
         raise InputError(f"--sweep takes one experiment, or none for the plain step; not {several}")

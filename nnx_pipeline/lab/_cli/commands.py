@@ -83,6 +83,7 @@ def measure_command(
         run_across(across, subject, target, written.json_path)
         return
     platforms = target.platforms()
+    costing.check(platforms[:1], of_function=subject.config is None)
     from nnx_pipeline.lab._cli.measuring import run_measure
 
     run_measure(subject, target.mesh_config, platforms, costing, written)
@@ -134,7 +135,7 @@ def compare_command(
     not compile or an experiment's numbers differ.
     """
     outputs.check()
-    if len(target.named) > 1:
+    if len(target.named) > 1 and not measuring.listed:
         _compare_platforms(names, inputs, chosen, target, costing, outputs)
         return
     if costing.prices or costing.tokens:
@@ -177,6 +178,7 @@ def _compare_platforms(
             "xla",
         ),
         *("prices", "tokens", "json_path", "explain"),
+        called="several --platform",
     )
     if len(names) > 1:
         raise InputError(
@@ -184,20 +186,16 @@ def _compare_platforms(
             f"{names[1]}, or all but one --platform"
         )
     subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
-    for start, price in costing.parsed():
-        if not any(name.startswith(start) for name in target.named):
-            raise InputError(
-                f"--price {start}={price:g} is for none of the platforms "
-                f"{', '.join(target.named)}; correct its beginning, or leave it out"
-            )
     if target.gemm == "both":
         raise InputError(
             "--gemm both: with several --platform one kind of matrix products is compared; write "
             "--gemm triton or --gemm cublas"
         )
+    platforms = [one.platforms()[0] for one in target.each()]
+    costing.check(platforms, of_function=subject.config is None)
     from nnx_pipeline.lab._cli.measuring import run_platforms
 
-    run_platforms(subject, target, costing, outputs)
+    run_platforms(subject, target.mesh_config, platforms, costing, outputs)
 
 
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
-from nnx_pipeline.lab._cli.values import Costing, Target, TwoArms
+from nnx_pipeline.lab._cli.values import Costing, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
@@ -23,6 +23,7 @@ from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile._places import mesh_on
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
@@ -49,7 +50,6 @@ def run_measure(
     costing: Costing,
     written: Written,
 ) -> None:
-    costing.parsed()
     results = [costing.of(result) for result in measured(subject, mesh, platforms)]
     advice = ADVICE if subject.config is None else presets().ADVICE
     title = subject.title(mesh)
@@ -59,23 +59,31 @@ def run_measure(
         write_text(written.hlo_path, results[0].hlo)
 
 
-def run_platforms(subject: Subject, target: Target, costing: Costing, outputs: Outputs) -> None:
+def run_platforms(
+    subject: Subject,
+    mesh: MeshConfig,
+    platforms: Sequence[Platform],
+    costing: Costing,
+    outputs: Outputs,
+) -> None:
     from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
 
-    mesh = target.mesh_config
-    platforms = [one.platforms()[0] for one in target.each()]
     # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when
     # JAX starts, and every other one may start it.
     for one in sorted(platforms, key=lambda one: one.kind != "rocm"):
         mesh_on(mesh, one.devices(mesh.num_devices))
     rows: list[Row] = []
+    refused: list[InputError] = []
     for platform in platforms:
         try:
             (result,) = measured(subject, mesh, [platform])
-        except Failed as error:
+        except (Failed, InputError) as error:
             rows.append((str(platform), str(error)))
+            refused += [error] if isinstance(error, InputError) else []
         else:
             rows.append((str(platform), costing.of(result)))
+    if len(refused) == len(rows):
+        raise refused[0]
     show(platforms_view(subject.title(mesh), rows), json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME)
     results = [

@@ -233,10 +233,11 @@ def is_given(option: str) -> bool:
     return option in given()
 
 
-def check_alone(option: str, *besides: str) -> None:
+def check_alone(option: str, *besides: str, called: str = "") -> None:
     """Raises InputError for options beside `option` that it ignores, all but `besides`."""
     flags = given()
+    called = called or flags[option]
     if unread := [flag for name, flag in flags.items() if name not in (option, *besides)]:
         raise InputError(
-            f"{flags[option]} cannot be combined with {', '.join(unread)}; leave one of them out"
+            f"{called} cannot be combined with {', '.join(unread)}; leave one of them out"
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nnx_pipeline.lab._files import say
+from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab.compile._settings import TRITON_GEMM, gemm_of, parse_settings
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform, default_platform
 from nnx_pipeline.lab.errors import InputError, nearest
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from nnx_pipeline.lab.compile.measure import Measurement
+
+
+MOST_PRICE = 1e9  # far below what a sum of costs can hold
 
 
 @dataclass(frozen=True)
@@ -104,34 +108,63 @@ class Costing:
     tokens: int | None
 
     def of(self, measured: Measurement) -> Measurement:
-        """The same with its tokens and its price; raises InputError where one has no use."""
-        if self.tokens and measured.tokens:
-            raise InputError(
-                f"--tokens {self.tokens} is for a function; a step of this preset has "
-                f"{measured.tokens:,} tokens: leave it out"
-            )
-        tokens = measured.tokens or self.tokens
-        if self.prices and not tokens:
-            raise InputError("--price needs the tokens of a step; give --tokens N")
-        prices = [price for start, price in self.parsed() if measured.platform.startswith(start)]
-        return dataclasses.replace(measured, tokens=tokens, price=prices[-1] if prices else None)
+        """The same with its tokens and its price."""
+        prices = self._parsed()
+        price = prices.get(_longest(prices, measured.platform))
+        return dataclasses.replace(measured, tokens=measured.tokens or self.tokens, price=price)
 
-    def parsed(self) -> list[tuple[str, float]]:
-        """Each price and the platforms it is for, by how they begin; raises InputError."""
-        found = []
+    def check(self, platforms: Sequence[Platform], *, of_function: bool) -> None:
+        """Raises InputError for a price or tokens that would have no use, before anything runs."""
+        if not self.prices and not self.tokens:
+            return
+        option = "--price" if self.prices else "--tokens"
+        if self.tokens and not of_function:
+            raise InputError(
+                f"--tokens {self.tokens} is for a function; a preset has its own, "
+                "train.global_batch × train.sequence_length: leave it out"
+            )
+        if not self.tokens and of_function:
+            raise InputError("--price needs the tokens of a step; give --tokens N")
+        prices, names = self._parsed(), ", ".join(map(str, platforms))
+        used = {_longest(prices, str(platform)) for platform in platforms}
+        for start, price in prices.items():
+            if start not in used:
+                raise InputError(
+                    f"--price {f'{start}=' if start else ''}{price:g} is for none of the platforms "
+                    f"{names}; correct its beginning, or leave it out"
+                )
+        if not any(device_of(platform.kind, platform.target) for platform in platforms):
+            raise InputError(
+                f"{option} has no use on {names}, of whose time nothing is known; leave it out, or "
+                "choose a platform that nnx-pipeline platforms lists with a time"
+            )
+
+    def _parsed(self) -> dict[str, float]:
+        """The prices by how the platforms begin that they are for; raises InputError."""
+        found: dict[str, float] = {}
         for text in self.prices:
-            start, _, price = text.rpartition("=")
+            start, equals, price = text.rpartition("=")
             try:
                 value = float(price)
             except ValueError:
                 value = math.nan
-            if not 0 < value < math.inf:
+            if not 0 < value <= MOST_PRICE or (equals and not start):
                 raise InputError(
-                    f"--price {text} is no price of a chip for an hour; write 4.2, or for chips of "
-                    "one kind cuda:h100=2.9"
+                    f"--price {text!r} is no price of a chip for an hour; write 4.2, or for chips "
+                    "of one kind cuda:h100=2.9"
                 )
-            found.append((start, value))
+            if start in found:
+                raise InputError(
+                    f"--price is given twice for {start or 'all platforms'}: {found[start]:g} and "
+                    f"{value:g}; give one of them"
+                )
+            found[start] = value
         return found
+
+
+def _longest(starts: Iterable[str], platform: str) -> str:
+    """The longest text that a platform begins with."""
+    return max(filter(platform.startswith, starts), key=len, default="")
 
 
 @dataclass(frozen=True)

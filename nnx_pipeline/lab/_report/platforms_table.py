@@ -1,7 +1,7 @@
 """One program on several platforms, as a table for the terminal."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,6 +10,7 @@ from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.figures import DASH
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
 
 Row = tuple[str, Measurement | str]  # a platform, and what was measured or why nothing was
 _COST = Column("10⁹ tokens cost", 1, is_number=True)
@@ -23,6 +24,7 @@ _COLUMNS = (
     Column("tokens/s", 2, is_number=True),
     Column("MFU", 4, is_number=True),
 )
+_WITHOUT = {"time": "not known for", "time_bound": "at least, for", "time_rule": "by a rule for"}
 _FITS = {True: "no", False: "yes", None: DASH}
 
 
@@ -44,22 +46,63 @@ def platforms_view(title: str, rows: Sequence[Row]) -> RenderableType:
         else:
             table.add_row(*_cells(found, scale), *([_cost(found)] if has_prices else []))
     failed = [f"{name}: {found}" for name, found in rows if isinstance(found, str)]
-    bounds = [one.platform for one in measured if one.time and one.time.is_lower_bound]
     closing = [
         *(remarks.Remark(line, "error") for line in failed),
+        *(
+            remarks.Remark(_too_large(one), "error")
+            for one in measured
+            if one.exceeds_device_memory
+        ),
         *remarks.cpu_remarks([one for one in measured if one.is_of_cpu]),
         *remarks.gemm_remarks([one for one in measured if one.gemm], hint=False),
     ]
     if any(found.rate for found in measured):
         closing.append(remarks.Remark("tokens/s are those of one chip"))
-    timed = [one for one in measured if one.time and one.time.step_seconds]
-    for line in dict.fromkeys(figures.band(one.time) for one in timed if one.time):
-        names = [one.platform for one in timed if one.time and figures.band(one.time) == line]
-        closing.append(remarks.Remark(f"step on {', '.join(names)}: {line}"))
-    if bounds:
-        text = f"a step takes no less on {', '.join(bounds)}; `nnx-pipeline measure` says why"
-        closing.append(remarks.Remark(text))
+    # Of a program that the compiler refused a note says so.
+    steps = _by_text((_time(one), one.platform) for one in measured if not one.is_refused)
+    closing += [remarks.Remark(f"step on {names}: {line}") for line, names in steps.items()]
+    notes = _by_text((note, one.platform) for one in measured for note in _notes(one))
+    every = ", ".join(dict.fromkeys(one.platform for one in measured))
+    closing += remarks.warnings(
+        note if names == every else f"{names}: {note}" for note, names in notes.items()
+    )
     return Group(Text(title, style="bold"), table, *texts(closing))
+
+
+def _by_text(said: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Each text once, with the platforms that it is said of."""
+    found: dict[str, list[str]] = {}
+    for text, platform in said:
+        found.setdefault(text, []).append(platform)
+    return {text: ", ".join(dict.fromkeys(platforms)) for text, platforms in found.items()}
+
+
+def _notes(found: Measurement) -> list[str]:
+    why = Platform.parse(found.platform).why_a_roofline
+    return [note for note in found.notes if not why or why not in note]  # `_time` has that
+
+
+def _too_large(found: Measurement) -> str:
+    """By how much it does not fit, and the largest buffer."""
+    lines = [remark.text.strip() for remark in remarks.fit_remarks(found, advice={})[:2]]
+    largest = "; largest buffer ".join(lines)
+    return f"{found.platform}: {largest}; nnx-pipeline measure says what to try"
+
+
+def _time(found: Measurement) -> str:
+    """By what the step is estimated, of which instructions it is not, and how good that is."""
+    if found.time is None:
+        return "nothing is known of its time"
+    parts = [figures.basis_of(found.time)]
+    if why := Platform.parse(found.platform).why_a_roofline:
+        parts[0] += f" ({why})"
+    without: dict[tuple[str, str], list[str]] = {}
+    for item in found.unread:
+        for figure in _WITHOUT.keys() & {*item.figures}:
+            without.setdefault((_WITHOUT[figure], item.reason), []).append(item.what)
+    for (how, reason), kinds in without.items():
+        parts.append(f"{how} {', '.join([*dict.fromkeys(kinds)][: remarks.SHOWN])} ({reason})")
+    return "; ".join([*parts, *([figures.band(found.time)] if found.time.step_seconds else [])])
 
 
 def _cells(found: Measurement, scale: float) -> list[str]:
