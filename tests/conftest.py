@@ -68,7 +68,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests marked slow too.")
-    parser.addoption("--fast", action="store_true", help="Of a table run its first case only, and of a file a few tests.")
+    parser.addoption("--fast", action="store_true", help="One case a table, six tests a file.")
     parser.addoption(
         "--draws",
         type=int,
@@ -109,12 +109,13 @@ MOST_OF_A_FILE = 6  # tests, in the fast part
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the options leave out, and what is left of a table or file is spread over it."""
+    """Leaves out what the options leave out; what is left of a table or file is spread over it."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     chosen = items[:]
     if not config.getoption("--all"):
-        chosen = [one for table in groups(items, table_of) for one in spread(table, cases_of(table))]
+        tables = groups(items, table_of)
+        chosen = [one for table in tables for one in spread(table, cases_of(table))]
     if config.getoption("--fast"):
         chosen = [table[0] for table in groups(chosen, table_of)]
         files = groups(chosen, lambda item: str(item.path))

@@ -68,13 +68,12 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "pipeline"), CASES, ids=str)
 def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
     check(results(of_deepseek(**pipeline), mesh), on_one_device(None))
 
 
-@pytest.mark.slow
 def test_dropout_and_zero1_equal_one_device() -> None:
     config = of_deepseek(backward="accumulate")
     config = replace(config, "train", shard_optimizer_over_data=True)
