@@ -162,7 +162,6 @@ def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     assert roles.get("other", 0) < 0.01 * found.heap_bytes
 
 
-@pytest.mark.slow
 def test_the_gradient_of_a_head_whose_tokens_travel_is_no_logits() -> None:
     """The loss computes it in the forward pass, and an all-to-all brings it to the weight."""
     need("tpu:v5p:2x2x2")

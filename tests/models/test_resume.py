@@ -60,8 +60,20 @@ def losses_of(run: Run, *arguments: object) -> list[float]:
     return ended.json["losses"]
 
 
-@pytest.mark.slow
-def test_the_losses_after_a_resume_are_those_without_a_stop(run: Run, tmp_path: Path) -> None:
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("mesh", "options", "tolerance"),
+    [
+        ("stage=2,fsdp=2", (), 0.0),
+        ("", (), 1e-5),
+        ("stage=4,tensor=2", ("pipeline.schedule=1f1b", "pipeline.num_microbatches=4"), 1e-5),
+        ("data=2,stage=2,tensor=2", ("train.shard_optimizer_over_data=true",), 1e-5),
+        ("stage=2", ("pipeline.num_repeats=2", "pipeline.sharding=auto"), 1e-5),
+    ],
+)
+def test_the_losses_after_a_resume_are_those_without_a_stop(
+    mesh: str, options: tuple[str, ...], tolerance: float, run: Run, tmp_path: Path
+) -> None:
     """To the last digit, and so is every array; on other meshes and in other layouts to rounding.
 
     The losses on another mesh are compared with those of the whole training, which has the same
@@ -75,24 +87,16 @@ def test_the_losses_after_a_resume_are_those_without_a_stop(run: Run, tmp_path: 
     assert sorted(path.name for path in whole.iterdir()) == [
         *("2", "4", "5", "config.yml", "training.yml")
     ]
-    for mesh, options, tolerance in (
-        ("stage=2,fsdp=2", (), 0.0),
-        ("", (), 1e-5),
-        ("stage=4,tensor=2", ("pipeline.schedule=1f1b", "pipeline.num_microbatches=4"), 1e-5),
-        ("data=2,stage=2,tensor=2", ("train.shard_optimizer_over_data=true",), 1e-5),
-        ("stage=2", ("pipeline.num_repeats=2", "pipeline.sharding=auto"), 1e-5),
-    ):
-        part = tmp_path / "part"
-        shutil.copytree(whole, part)
-        for step in ("4", "5"):
-            shutil.rmtree(part / step)
-        settings = [word for option in options for word in ("--set", option)]
-        place = ("--mesh", mesh, *settings, *data, "--steps", 5)
-        found = losses_of(run, *place, "--checkpoint-dir", part, "--resume")
-        assert found == pytest.approx(losses[2:], rel=0, abs=tolerance), mesh
-        if not tolerance:
-            assert_close(read(part / "5" / "items"), read(whole / "5" / "items"), 0.0)
-        shutil.rmtree(part)
+    part = tmp_path / "part"
+    shutil.copytree(whole, part)
+    for step in ("4", "5"):
+        shutil.rmtree(part / step)
+    settings = [word for option in options for word in ("--set", option)]
+    place = ("--mesh", mesh, *settings, *data, "--steps", 5)
+    found = losses_of(run, *place, "--checkpoint-dir", part, "--resume")
+    assert found == pytest.approx(losses[2:], rel=0, abs=tolerance)
+    if not tolerance:
+        assert_close(read(part / "5" / "items"), read(whole / "5" / "items"), 0.0)
 
 
 CONFIG = small_config(model={"num_layers": 2})
