@@ -75,8 +75,8 @@ def by_nnx(model: Any, config: Config) -> Any:
 
 
 CASES = {
-    "unscanned": ("unscanned", "fsdp=2,expert=2", {}),
     "scanned": ("scanned", "fsdp=2,tensor=2", {}),
+    "unscanned": ("unscanned", "fsdp=2,expert=2", {}),
     "1f1b": ("pipelined", "stage=2,data=2", {"schedule": "1f1b", "num_repeats": 2}),
 }
 

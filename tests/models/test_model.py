@@ -346,6 +346,19 @@ def test_remat_policies_recompute_less_and_less() -> None:
     assert len(set(counts)) == len(counts)
 
 
+def test_one_device_runs_microbatches_one_by_one() -> None:
+    """Scores are those of one microbatch at a time."""
+    tokens = packed_batch(SPARSE).tokens
+
+    def scores(microbatches: int | None) -> int:
+        config = replace(SPARSE, "pipeline", num_microbatches=microbatches)
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        found = equations(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens))
+        return max(one.outvars[0].aval.size for one in found if one.primitive.name == "exp")
+
+    assert scores(None) == scores(1) == 4 * scores(4)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 4, 10])
 def test_layer_inputs_are_kept_or_not(layers: int) -> None:
     """Of each tick the input of the stage is kept, and if asked that of each layer of it.

@@ -243,7 +243,7 @@ def by_loops(kernels: Any, tree: Any, weights: Any, microbatches: int) -> Any:
     return run((jnp.asarray(kernels), before, after), *batch)
 
 
-SEEDS = (1, 369, 30, 186, 3, 10, 63, 52, 39, 18, 361)
+SEEDS = (369, 1, 30, 186, 3, 10, 63, 52, 39, 18, 361)
 
 
 def drawn_by(seed: int) -> tuple[Case, Any, Any]:
