@@ -206,7 +206,7 @@ def test_without_the_option_it_is() -> None:
     assert largest(plain, "all-reduce", 4) >= 64 * 32 // 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("mesh", "mode", "pipeline"), CASES[2:], ids=lambda value: str(value).replace(" ", "")
 )
