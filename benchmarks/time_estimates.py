@@ -37,6 +37,7 @@ MEASURED = Path(_timing.__file__).parent / "measured.toml"
 # and of the two kernels of the backward pass three and four.
 KERNEL_PRODUCTS = 11
 APART = 0.02  # two measured steps that differ by less say nothing of an order
+CLEARLY_APART = 0.1  # the same of two runs of one model on any chips
 
 
 class Row(NamedTuple):
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     sequences: of a batch, on each device.
     measured: seconds of a step.
     differs: what the measured program does otherwise, beside what holds of all.
+    xla: settings of the compiler, as `--xla` takes them: those that the run published.
     """
 
     what: str
@@ -57,6 +59,7 @@ class Row(NamedTuple):
     options: dict[str, str]
     measured: float
     differs: str = ""
+    xla: tuple[str, ...] = ()
 
 
 FOUR_CHIPS = "tpu:v5p:2x2x1"
@@ -109,32 +112,49 @@ def step_of(sequences: int, per_second: int) -> float:
 
 
 V5P_512, V5P_256, V6E_256 = "tpu:v5p:4x8x8", "tpu:v5p:4x4x8", "tpu:v6e:16x16"
+# What the runs set in the compiler, in the order of their recipes. Sets (`@…`) are MaxText's; the
+# scripts for v5p write theirs out.
+GATHERS = "@cf_for_all_gather"
+DENSE_V6E = (
+    *("@dense_vmem_limit_flag", "@layout_for_all_reduce_scatter", "@data_parallel_overlap"),
+    *(GATHERS, "@enable_sparsecore_offloading_for_all_reduce", "@host_offload_flags"),
+)
+EXPERTS_V6E = ("@moe_vmem_limit_flag", GATHERS, "@data_parallel_overlap")
+SCRIPT_V5P = (
+    *(GATHERS, "@disable_megacore_fusion_allow_ags", "@enable_async_collective_permute"),
+    *("@data_parallel_overlap", "xla_tpu_enable_ag_backward_pipelining=true"),
+)
 OTHERS = (
     Row(
         *("Llama2-70B, v5p-512", "llama2-7b", V5P_512, "fsdp=256", 4),
         options=TOKENS | LLAMA_70B | SAVED,
         measured=step_of(4, 692),
+        xla=SCRIPT_V5P,
     ),
     Row(
         *("Mixtral 8x7B, v5p-256", "mixtral-8x7b", V5P_256, "fsdp=128", 36),
         options=TOKENS | GROUPED | BF16_WEIGHTS,
         measured=step_of(36, 2909),
+        xla=(*SCRIPT_V5P, "@moe_vmem_limit_flag"),
     ),
     Row(
         *("Mixtral 8x7B, v6e-256", "mixtral-8x7b", V6E_256, "fsdp=256", 12),
         options=TOKENS | CAPACITY,
         measured=step_of(12, 3899),
+        xla=EXPERTS_V6E,
     ),
     Row(
         *("Mixtral 8x22B, v6e-256", "mixtral-8x22b", V6E_256, "fsdp=64,expert=4", 8),
         options=TOKENS | CAPACITY | BF16_WEIGHTS | TWO_PARTS,
         measured=step_of(8, 1326),
+        xla=EXPERTS_V6E,
     ),
     # The same without dropped tokens. 8x22B does not fit so.
     Row(
         *("Mixtral 8x7B, v6e-256, grouped", "mixtral-8x7b", V6E_256, "fsdp=256", 12),
         options=TOKENS | GROUPED,
         measured=step_of(12, 3899),
+        xla=EXPERTS_V6E,
     ),
 )
 LLAMA_405B = {
@@ -161,6 +181,26 @@ def tokens_of(length: int) -> dict[str, str]:
     return FLASH | {"train.sequence_length": str(length)}
 
 
+# What tpu-recipes say of these runs, and MaxText's script for GPT3.
+DENSE_V5P = ("@dense_vmem_limit_flag", GATHERS, "@host_offload_flags")
+SCRIPT_GPT3 = (
+    *("xla_tpu_enable_experimental_fusion_cost_model=false", "xla_tpu_dot_dot_fusion=false"),
+    *("xla_tpu_dot_dot_fusion_duplicated=false", "xla_jf_conv_input_fusion=true"),
+    *("xla_jf_conv_output_fusion=false", "xla_tpu_rwb_fusion=false"),
+    *("xla_tpu_copy_fusion_pad_unpad_ratio=300", "xla_tpu_enable_copy_fusion=false"),
+    "xla_tpu_enable_aggressive_loop_fusion_layout_opt=false",
+    "xla_tpu_reduce_loop_fusion_dup_with_unfusable_user=false",
+    *("xla_tpu_scavenge_vmem_for_fusions=false", "xla_tpu_vector_load_fusion_window=256"),
+    *("xla_tpu_vector_store_fusion_window=64", "xla_tpu_decompose_all_gather_einsum=true"),
+    *("xla_tpu_spmd_rng_bit_generator_unsafe=true", "xla_tpu_enable_megacore_fusion=true"),
+    "xla_always_enable_all_gather_2d_asymmetric=true",
+    *("xla_tpu_dcn_max_overlap_estimation=32", GATHERS, "@enable_async_collective_permute"),
+)
+RECIPE_TPU7X = (
+    *("xla_tpu_scoped_vmem_limit_kib=61440", "xla_tpu_bf16_emission_mode=NATIVE_EMISSION"),
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+    "xla_tpu_use_single_sparse_core_for_all_gather_offload=true",
+)
 OFFLOADED = "inputs, queries, keys, values and results go to the host, and are computed again here"
 RECIPES = (
     Row(
@@ -168,12 +208,48 @@ RECIPES = (
         options=tokens_of(8192),
         measured=3.443,
         differs=OFFLOADED,
+        xla=(*DENSE_V6E, "@disable_collective_matmul"),
+    ),
+    Row(
+        *("Llama3.1-8B, 64 v6e", "llama3.1-8b", "tpu:v6e:8x8", "fsdp=64", 5),
+        options=tokens_of(8192),
+        measured=5.652,
+        differs=OFFLOADED,
+        xla=DENSE_V6E,
+    ),
+    Row(
+        *("Mistral-7B, 8 v6e", "mistral-7b", "tpu:v6e:2x4", "fsdp=8", 6),
+        options=tokens_of(8192) | TWO_PARTS,
+        measured=6.320,
+        differs=f"{OFFLOADED}; gradients of two microbatches are added up here",
+        xla=(*DENSE_V6E, "@disable_collective_matmul"),
+    ),
+    Row(
+        *("Llama3.1-405B, 512 v5p", "llama3.1-8b", "tpu:v5p:8x8x8", "fsdp=512", 2),
+        options=tokens_of(8192) | LLAMA_405B | {"train.loss_chunks": "4"},
+        measured=131.474,
+        differs="two products of each layer go to the host, and are computed again here",
+        xla=DENSE_V5P,
     ),
     Row(
         *("GPT3-175B, 512 v5p, int8", "llama2-7b", "tpu:v5p:8x8x8", "fsdp=512", 4),
         options=tokens_of(2048) | GPT3_175B | {"model.quantization": "int8"},
         measured=22.197,
         differs="`fsdp=64,tensor=8`, with activations split over `tensor`, which does not fit here",
+        xla=SCRIPT_GPT3,
+    ),
+    Row(
+        *("Llama3.1-70B, 64 tpu7x", "llama3.1-8b", "tpu:tpu7x:4x4x4", "fsdp=128", 2),
+        options=tokens_of(8192) | LLAMA_70B | SAVED,
+        measured=12.20,
+        differs="inputs and products of attention are kept there; the first moment is bfloat16",
+        xla=RECIPE_TPU7X,
+    ),
+    Row(
+        *("DeepSeek2-16B, 4 v5p", "deepseek-v2-lite", "tpu:v5p:2x2x1", "fsdp=4", 24),
+        options=tokens_of(2048) | GROUPED,
+        measured=5.667,
+        differs="its kernel for groups of rows is its own (megablox)",
     ),
     Row(
         *("Llama3.1-70B, 256 H200", "llama3.1-8b", "cuda:h200:32x8", "data=2,fsdp=128", 2),
@@ -270,7 +346,8 @@ def config_of(row: Row) -> Config:
 
 def measure(row: Row) -> dict[str, Any]:
     """Compiles the program of a row and keeps what the page is made of."""
-    result = measure_step(config_of(row), MeshConfig.parse(row.mesh), Platform.parse(row.platform))
+    platform = Platform.parse(row.platform, *row.xla)
+    result = measure_step(config_of(row), MeshConfig.parse(row.mesh), platform)
     if result.time is None:
         raise SystemExit(f"{row.what}: nothing is known of the time of {row.platform}")
     return {
@@ -457,8 +534,35 @@ def attention(results: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def orders(results: dict[str, dict[str, Any]]) -> str:
+    """Which of two runs of one model does more tokens per second and chip, as one sentence."""
+    kept = {one["what"] for one in runs(results)}
+    by_model: dict[tuple[int, ...], list[Row]] = {}
+    for row in ALL:
+        model = config_of(row).model
+        size = (model.embed_dim, model.mlp_dim, model.num_layers, model.num_experts)
+        if row.what in kept:
+            by_model.setdefault((*size, model.vocab_size), []).append(row)
+
+    def per_token(row: Row, seconds: float) -> float:
+        tokens = row.sequences * config_of(row).train.sequence_length
+        return seconds / tokens / Platform.parse(row.platform).devices_per_chip
+
+    right = of_all = 0
+    for rows in by_model.values():
+        measured = [per_token(row, row.measured) for row in rows]
+        estimated = [per_token(row, results[row.what]["time"]["step_seconds"]) for row in rows]
+        found = in_order(measured, estimated, CLEARLY_APART)
+        right, of_all = right + found[0], of_all + found[1]
+    return (
+        f"Of the {of_all} pairs of these runs that are of one model and were measured "
+        f"{100 * CLEARLY_APART:.0f} % or more apart, in tokens per second and chip, {right} are "
+        "estimated in the measured order."
+    )
+
+
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """The median error, how many rows lie in their band, and the orders, as a paragraph."""
+    """The median error, how many runs lie in their band, and the orders, as a paragraph."""
     found = runs(results)
     apart = sorted(abs(one["estimated"] / one["measured"] - 1) for one in found)
     inside = total = 0
@@ -470,7 +574,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     return (
         f"Of {len(found)} measured runs the median error is {100 * statistics.median(apart):.0f} "
         f"%, and the largest {100 * apart[-1]:.0f} %. {inside} of {total} lie in the band that the "
-        "others of their kind give."
+        f"others of their kind give. {orders(results)}"
     )
 
 
