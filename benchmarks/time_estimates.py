@@ -300,8 +300,8 @@ Steps that recipes of Google, NVIDIA and MaxText publish (tpu-recipes, gpu-recip
 read in November 2026); no constant was fitted to them. Attention takes twice as long on v6e and
 tpu7x as its share of the peak says, because their matrix units are 256 wide and a head is 128
 (`nnx_pipeline/lab/_timing/cost.py`). The first row asked for that rule, without which it is 16 %
-too short; the compiler's own cycles gave it, and the row of tpu7x was compiled after it. `band` is what the other rows of the same
-kind say of a step: how far measured steps lay from their estimates.
+too short; the compiler's own cycles gave it, and the row of tpu7x was compiled after it. `band` is
+what the other rows of the same kind say of a step: how far measured steps lay from their estimates.
 """
 HEAD_RECIPES = (
     "| run | mesh | sequences × tokens per device | measured, s | compute | kernels | waits "
@@ -328,9 +328,9 @@ REASONS = """### Where the errors come from, by line of the program
   whose share of the peak is the one of attention.
 - Llama2-7B on v5p, in the first table: MaxText gathers the weights before its loop over ticks, so
   that their gradients are summed over `fsdp` once. Here those of each of 8 microbatches are summed
-  at once, which takes 0.26 s more in bfloat16 and 0.52 s in float32, and nothing runs beside it.
-  With ZeRO-1 the compute is 0.7 s longer than with weights that are gathered once, where MaxText's
-  own two programs, below, differ by 0.1 s; by which lines is open.
+  at once, which keeps the links busy for 0.2 s more in bfloat16 and 0.5 s in float32. With ZeRO-1
+  the compute is 0.7 s longer than with weights that are gathered once, where MaxText's own two
+  programs, below, differ by 0.1 s; by which lines is open.
 """
 ABOUT_SETTINGS = """## Settings of the compiler
 
