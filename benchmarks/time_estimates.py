@@ -140,6 +140,13 @@ OTHERS = (
         measured=step_of(12, 3899),
     ),
 )
+LLAMA_405B = {
+    "model.embed_dim": "16384",
+    "model.mlp_dim": "53248",
+    "model.num_layers": "126",
+    "model.num_heads": "128",
+    "model.num_kv_heads": "8",
+}
 # Its feed-forward block has no gate: two products of 49,152 units are as many operations as three
 # of 32,768.
 GPT3_175B = {
@@ -163,6 +170,7 @@ DENSE_V6E = (
     *("@dense_vmem_limit_flag", "@layout_for_all_reduce_scatter", "@data_parallel_overlap"),
     *(GATHERS, "@enable_sparsecore_offloading_for_all_reduce", "@host_offload_flags"),
 )
+DENSE_V5P = ("@dense_vmem_limit_flag", GATHERS, "@host_offload_flags")
 RECIPE_TPU7X = (
     *("xla_tpu_scoped_vmem_limit_kib=61440", "xla_tpu_bf16_emission_mode=NATIVE_EMISSION"),
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
@@ -190,6 +198,15 @@ RECIPES = (
         measured=6.320,
         differs=f"{OFFLOADED}; gradients of two microbatches are added up here",
         xla=(*DENSE_V6E, "@disable_collective_matmul"),
+    ),
+    Row(
+        *("Llama3.1-405B, 512 v5p", "llama3.1-8b", "tpu:v5p:8x8x8", "fsdp=512", 2),
+        options=tokens_of(8192)
+        | LLAMA_405B
+        | {"train.loss_chunks": "4", "pipeline.remat": "inputs_offloaded"},
+        measured=131.474,
+        differs="inputs stay, and two products of each layer go to the host; here inputs do",
+        xla=DENSE_V5P,
     ),
     Row(
         *("GPT3-175B, 512 v5p, int8", "llama2-7b", "tpu:v5p:8x8x8", "fsdp=512", 4),
