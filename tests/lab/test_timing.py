@@ -304,6 +304,34 @@ def test_a_kernel_takes_its_precision(body: str, dtypes: tuple[str, ...], passes
 
 
 @pytest.mark.parametrize(
+    ("unit", "dtypes", "filled"),
+    [
+        (10, ("bf16[50,10]", "bf16[10,20]"), 1),
+        (20, ("bf16[50,10]", "bf16[50,10]", "s32[50]"), 0.5),
+        (16, ("bf16[50,24]", "bf16[50,24]", "bf16[50,16]"), 64 / 80),  # as of latent attention
+        (20, ("bf16[50,10]", "bf16[50,40]"), 50 / 60),
+        (20, ("bf16[50,40]", "f32[10,10]"), 1),  # too small to be multiplied by the first
+        (20, ("bf16[50,40]", "f32[25,10]"), 50 / 60),
+    ],
+)
+def test_a_kernel_fills_its_share_of_a_unit(
+    unit: int, dtypes: tuple[str, ...], filled: float
+) -> None:
+    """The operations at the peak stay what they are."""
+    device = dataclasses.replace(SIMPLE, unit=unit)
+    text = pallas(matmul("bf16", "bf16"), *dtypes)
+    found = estimate(text, Links(device, (2,), ((0,), (1,))))
+    assert found.time.compute_seconds == pytest.approx(6500 / KERNEL_EFFICIENCY / filled)
+    assert found.time.hfu == pytest.approx(KERNEL_EFFICIENCY * filled)
+
+
+def test_units_of_every_tpu() -> None:
+    """Attention of 128 numbers a head fills half of a unit of the newer ones."""
+    units = {target: device.unit for (kind, target), device in DEVICES.items() if kind == "tpu"}
+    assert units == {"v5p": 128, "v5e": 128, "v6e": 256, "tpu7x": 256}
+
+
+@pytest.mark.parametrize(
     ("body", "dtypes"),
     [
         ("", ("f32[50,10]", "f32[10,10]")),

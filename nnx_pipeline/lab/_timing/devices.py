@@ -27,6 +27,7 @@ class Device:
     host: float  # bytes to or from the memory of the host
     launch: float  # seconds of a collective for each device that it passes
     on_chip: int | None = None  # bytes that a compiler gives to arrays
+    unit: int = 1  # rows, and columns, of a matrix unit of a TPU
 
 
 def _device(facts: dict[str, Any]) -> Device:
