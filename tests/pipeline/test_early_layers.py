@@ -11,6 +11,9 @@ from flax import nnx
 from helpers import mesh_of, packed_batch, replace, small_config
 
 from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.config._remat import POLICIES
+from nnx_pipeline.pipeline.stage._early import EarlyLayers
+from nnx_pipeline.sharding.layout import Layout
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import Batch
 
@@ -74,11 +77,33 @@ def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
     check(results(of_deepseek(**pipeline), mesh), on_one_device(None))
 
 
+@pytest.mark.slow
 def test_dropout_and_zero1_equal_one_device() -> None:
     config = of_deepseek(backward="accumulate")
     config = replace(config, "train", shard_optimizer_over_data=True)
     config = replace(config, "model", dropout_rate=0.3)
     check(results(config, "data=2,stage=2,fsdp=2", key=3), on_one_device(3))
+
+
+class Words(nnx.Module):
+    """Adds the words of its keys, and has a weight because every layer has one."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jnp.zeros(1), logical_axes=(None,))
+
+    def __call__(self, x: jax.Array, keys: jax.Array) -> tuple[jax.Array, None]:
+        return x + keys.astype(x.dtype), None
+
+
+def test_their_keys_are_no_keys_of_the_pipeline() -> None:
+    """The layers are numbered after those of the pipeline, of which there are four here."""
+    early = EarlyLayers(2, 4, Layout(), Layout(), POLICIES["none"])
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 3))
+    x = jnp.zeros(keys.shape, jnp.float32)
+    found = early(early.make(Words, nnx.Rngs(0)), x, {"keys": keys}, ("batch",))
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    words = [jax.random.key_data(fold(jax.random.wrap_key_data(keys), at)) for at in (4, 5)]
+    np.testing.assert_array_equal(found, sum(each.astype(jnp.float32) for each in words))
 
 
 def check(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
