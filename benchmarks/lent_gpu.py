@@ -5,7 +5,7 @@
 
 Twenty matrix products, five training steps without collectives and one layer of Mixtral 8x7B,
 forward and backward. The first command needs no GPU: it compiles all of them for an H100, in about
-half an hour of two cores, and writes the estimates. The second needs an H100 or an H200 with
+five minutes of two cores, and writes the estimates. The second needs an H100 or an H200 with
 `jax[cuda13]` and nothing else of the network: it compiles the same functions there, where XLA tries
 out its kernels, times them and reads the estimate from the very program that ran. It begins nothing
 after seven minutes and says how long it took. Both write `lent_gpu.json` and `lent_gpu.md` in

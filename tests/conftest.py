@@ -143,7 +143,7 @@ def groups(items: list[pytest.Item], name: Callable[[pytest.Item], str]) -> list
 
 
 def spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """So many of the items, from the first to the last at equal distances."""
+    """So many of the items, from the first on at equal distances."""
     return [item for at, item in enumerate(items) if at * most % len(items) < most]
 
 

@@ -89,8 +89,15 @@ def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
     by_line: dict[object, list[Finding]] = {}
     for name, rule in RULES.items():
         for location, size, what, cure in rule.find(program, getattr(limits, rule.limit)):
-            found = {"location": location, "what": what, "cure": cure, **size._asdict()}
-            finding = Finding(rule=name, severity=rule.severity, **found)
+            finding = Finding(
+                rule=name,
+                severity=rule.severity,
+                location=location,
+                bytes=size.bytes,
+                per_device=size.per_device,
+                what=what,
+                cure=cure,
+            )
             by_line.setdefault((name, location), []).append(finding)
     merged = [
         dataclasses.replace(max(same, key=lambda finding: finding.bytes), times=len(same))
