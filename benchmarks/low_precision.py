@@ -42,7 +42,7 @@ LAYER = """## One layer of Llama 3.1 8B
 
 8,192 tokens on one device, forward and backward, in bfloat16: MB (10⁶ bytes) of temp and heap,
 matrix products in TFLOP, and milliseconds of compute: on a TPU the sum of the compiler's cycles, on
-H100 a roofline.
+H100 by XLA's own model.
 """
 READ = """Why fp8, for which a TPU v5p has no units, takes fewer cycles there than bfloat16, and
 which arrays the H100 program holds in addition, was not looked into. No kernel was timed.

@@ -33,8 +33,8 @@ many as 1.25 times an even share, with empty slots computed. All keep their hidd
 backward pass. MB are 10⁶ bytes. Operations are those of matrix products, with what
 kernels state of themselves; `active` is what the chosen experts need: two products forward (no
 gradient needs the down projection) and six backward. Compute is the sum of the TPU compiler's
-cycles, with kernels at 65 % of the peak; on H100 kernels count in the same way, and all else is a
-roofline. Nothing here ran on a device. Made by `python benchmarks/moe_block.py`.
+cycles, with kernels at 65 % of the peak; on H100 kernels count in the same way, and all else by
+XLA's own model. Nothing here ran on a device. Made by `python benchmarks/moe_block.py`.
 """
 HEAD = (
     "| platform | block of | experts | temp, MB | of dense | TFLOP | of active | compute, ms "

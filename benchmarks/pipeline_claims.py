@@ -71,11 +71,11 @@ device. Arm b does what the claim says is better: `holds` is fewer temp bytes in
 `no effect` a difference below 1 %: a note says whether the compiler makes one program of both arms,
 or two programs. On a TPU temp counts other memory spaces too, and the heap is the better figure;
 whether a program fits is decided by the account: where either disagrees, a note says so. Compute is
-ms of a step without its collectives: on a TPU by the cycles that the compiler estimates, on an H100
-by a roofline. `shard-variable` is about the creation of the parameters, `stage-metadata` about what
-the host holds while the step is traced. The last column is the largest difference of any loss or
-gradient between the arms, relative to the largest value of its array, at `tiny` on 8 CPU devices.
-Made by
+ms of a step without its collectives: on a TPU by the cycles that the compiler estimates, and on a
+GPU by what its table says. `shard-variable` is about the creation of the parameters,
+`stage-metadata` about what the host holds while the step is traced. The last column is the largest
+difference of any loss or gradient between the arms, relative to the largest value of its array, at
+`tiny` on 8 CPU devices. Made by
 
     python benchmarks/pipeline_claims.py
 
@@ -94,6 +94,7 @@ def entry(outcome: Outcome) -> dict[str, Any]:
         if result:
             arms[key] |= result.memory.to_json()
             arms[key]["compute_seconds"] = result.time and result.time.compute_seconds
+            arms[key]["basis"] = result.time and result.time.basis
     measured = outcome.a or outcome.b
     return {
         "claim": full["claim"],
@@ -147,33 +148,48 @@ def summary(found: dict[str, dict[str, Any]]) -> str:
     return text + f"Not applicable: {listed(named['not applicable'])}."
 
 
+def basis(platform: str, found: dict[str, dict[str, Any]]) -> str:
+    """By what the compute of a GPU is known."""
+    why = PLATFORMS[platform].why_a_roofline
+    arms = [arm for one in found.values() for arm in one["arms"].values() if "temp_bytes" in arm]
+    if not why and all("basis" in arm for arm in arms):
+        return "Compute is by XLA's own model."
+    why = why or "it was measured before XLA's own model was read"
+    return f"Compute is a roofline, because {why}."
+
+
+def section(platform: str, found: dict[str, dict[str, Any]]) -> str:
+    """What one compiler gives: the table, the compiler and the notes."""
+    why = PLATFORMS[platform].why_a_roofline
+    said = [CPU_WARNING] if platform == "cpu" else []
+    said += [GEMM[platform]] if platform in GEMM else []
+    said += [basis(platform, found)] if PLATFORMS[platform].is_gpu else []
+    said += [summary(found), "\n".join([HEAD, *(line(*pair) for pair in found.items())])]
+    compilers = {
+        json.dumps(one["compiler"], sort_keys=True) for one in found.values() if one["compiler"]
+    }
+    lines = []
+    for compiler in sorted(compilers):
+        packages = ", ".join(f"{name} {value}" for name, value in json.loads(compiler).items())
+        lines.append(f"Compiler: {packages}.")
+    text = f"## {platform}\n\n" + "\n\n".join([*said, "\n".join(lines)]) + "\n"
+    for name, one in found.items():
+        notes = [note for note in one["note"].split("; ") if not (why and why in note)]
+        text += f"\n- {name}: {'; '.join(notes)}" if any(notes) else ""
+    missing = [name for name in EXPERIMENTS if name not in found]
+    text += f"\n- not measured: {', '.join(missing)}" if missing else ""
+    return text.rstrip("\n") + "\n"
+
+
 def document(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown file: one table per platform, then what differs between the arms."""
-    text = ABOUT
+    parts = [ABOUT]
     for platform in PLATFORMS:
-        found = {name: results.get(platform, {}).get(name) for name in EXPERIMENTS}
-        there = {name: one for name, one in found.items() if one}
-        if not there:
-            continue
-        text += f"\n## {platform}\n\n"
-        if platform == "cpu":
-            text += f"{CPU_WARNING}\n\n"
-        if gemm := GEMM.get(platform):
-            text += f"{gemm}\n\n"
-        text += f"{summary(there)}\n\n"
-        text += HEAD + "\n" + "\n".join(line(*pair) for pair in there.items()) + "\n\n"
-        compilers = {
-            json.dumps(one["compiler"], sort_keys=True) for one in there.values() if one["compiler"]
-        }
-        for compiler in sorted(compilers):
-            packages = ", ".join(f"{name} {value}" for name, value in json.loads(compiler).items())
-            text += f"Compiler: {packages}.\n"
-        text += "".join(f"\n- {name}: {one['note']}" for name, one in there.items() if one["note"])
-        missing = [name for name in EXPERIMENTS if name not in there]
-        text += f"\n- not measured: {', '.join(missing)}" if missing else ""
-        text = text.rstrip("\n") + "\n"
-    text += "\n## The differences\n\n"
-    return text + "".join(f"- `{one.name}`: {one.difference}.\n" for one in EXPERIMENTS.values())
+        found = results.get(platform, {})
+        if there := {name: found[name] for name in EXPERIMENTS if name in found}:
+            parts.append(section(platform, there))
+    differences = "".join(f"- `{one.name}`: {one.difference}.\n" for one in EXPERIMENTS.values())
+    return "\n".join([*parts, f"## The differences\n\n{differences}"])
 
 
 def read() -> dict[str, dict[str, Any]]:

@@ -241,6 +241,15 @@ def ambient_platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
+def ambient_device_kind() -> str:
+    """The kind of device that a program is traced for, such as `AMD Instinct MI300X`."""
+    import jax
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind: str = (device or jax.devices()[0]).device_kind
+    return kind
+
+
 def is_trivial(spec: P) -> bool:
     return all(entry is None or entry == () for entry in spec)
 

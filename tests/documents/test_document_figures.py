@@ -18,7 +18,12 @@ from nnx_pipeline.lab.compile.platform import targets
 from nnx_pipeline.ops._fast_attention.kernels import SHORT
 
 RESULTS = ROOT / "benchmarks" / "results"
-PLATFORMS = {"TPU v5p": "tpu:v5p:2x2x2", "H100": "cuda:h100:8"}
+PLATFORMS = {"TPU v5p": "tpu:v5p:2x2x2", "H100": "cuda:h100:8", "MI355X": "rocm:mi355x:8"}
+COMPILERS = {
+    **PLATFORMS,
+    "H100 with cuBLASLt": "cuda:h100:8 cublas",
+    "MI300X": "rocm:mi300x:8",
+}
 
 
 def megabytes(value: int | None) -> str:
@@ -238,7 +243,7 @@ def test_how_many_claims_hold() -> None:
     pipeline_claims = benchmark("pipeline_claims")
     found = json.loads((RESULTS / "pipeline_claims.json").read_text())
     assert pipeline_claims.document(found) == (RESULTS / "pipeline_claims.md").read_text()
-    for device, platform in PLATFORMS.items():
+    for device, platform in COMPILERS.items():
         said = pipeline_claims.summary(found[platform])
         assert f"- {device}: {said}" in WORDS
         counts = list(map(int, re.findall(r"(\d+) (?:claims|hold|are)", said)))
@@ -247,19 +252,62 @@ def test_how_many_claims_hold() -> None:
         assert counts == [len(verdicts), *wanted]
 
 
-def test_the_other_kind_of_products() -> None:
+@pytest.mark.parametrize(
+    ("platform", "other", "device"),
+    [
+        ("cuda:h100:8", "cuda:h100:8 cublas", "cuBLASLt's"),
+        ("rocm:mi355x:8", "rocm:mi300x:8", "MI300X"),
+    ],
+)
+def test_verdicts_that_differ(platform: str, other: str, device: str) -> None:
+    """Of the other kind of products, and of the other GPU of AMD."""
     found = json.loads((RESULTS / "pipeline_claims.json").read_text())
-    triton, cublas = found["cuda:h100:8"], found["cuda:h100:8 cublas"]
-    assert set(triton) == set(cublas)
-    others = {
-        (name, cublas[name]["verdict"], triton[name]["verdict"])
-        for name in triton
-        if triton[name]["verdict"] != cublas[name]["verdict"]
+    shown, others = found[platform], found[other]
+    assert set(shown) == set(others) == set(EXPERIMENTS)
+    differ = {
+        (name, others[name]["verdict"], shown[name]["verdict"])
+        for name in shown
+        if shown[name]["verdict"] != others[name]["verdict"]
     }
-    plain = [kind["stage-shift"]["arms"]["a"]["heap_bytes"] for kind in (cublas, triton)]
-    sentence = WORDS.partition("and these verdicts differ: ")[2].partition(".")[0]
-    assert set(re.findall(r"`([a-z0-9-]+)`: ([a-z ]+) instead of ([a-z ]+)", sentence)) == others
-    assert "holds {} MB instead of {}".format(*map(megabytes, plain)) in WORDS
+    plain = [kind["stage-shift"]["arms"]["a"]["heap_bytes"] for kind in (others, shown)]
+    said = WORDS.partition(f" {device} the plain step holds")[2]
+    sentence = re.split(r"verdicts? differs?: ", said, maxsplit=1)[1].partition(".")[0]
+    assert set(re.findall(r"`([a-z0-9-]+)`: ([a-z ]+) instead of ([a-z ]+)", sentence)) == differ
+    assert said.startswith(" {} MB instead of {}, ".format(*map(megabytes, plain)))
+
+
+def by_verdict(found: dict[str, Any], *claims: str) -> list[list[str]]:
+    """The experiments about some source documents that hold, are opposite and have no effect."""
+    names = sorted(name for name, one in found.items() if one["claim"].partition(".")[0] in claims)
+    return [
+        [name for name in names if found[name]["verdict"] == verdict]
+        for verdict in ("holds", "opposite", "no effect")
+    ]
+
+
+def quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def test_the_two_pull_requests() -> None:
+    """A row for each compiler names what is not moot; README sums up those of both GPUs."""
+    found = json.loads((RESULTS / "pipeline_claims.json").read_text())
+    expected = []
+    for device, platform in COMPILERS.items():
+        cells = [device]
+        for claim in ("S1", "S2"):
+            held, opposite, moot = by_verdict(found[platform], claim)
+            cells += [quoted(held), quoted(opposite), str(len(moot))]
+        expected.append(cells)
+    assert sorted(table("## Two pull requests")) == sorted(expected)
+    both = [by_verdict(found[PLATFORMS[device]], "S1", "S2") for device in ("H100", "MI355X")]
+    assert both[0] == both[1]
+    held, opposite, moot = both[0]
+    assert (
+        f"Of {len(held + opposite + moot)} experiments on their changes {len(held)} hold for "
+        f"either GPU ({quoted(held)}), {len(opposite)} are opposite ({quoted(opposite)}), and "
+        f"{len(moot)} change temp by less than 1 %."
+    ) in WORDS
 
 
 def test_temp_says_one_thing_and_the_account_another() -> None:
@@ -483,6 +531,26 @@ def test_a_block_of_experts() -> None:
     took = (1e3 * arms[key]["compute_seconds"] for key in "ba")
     assert "`grouped-experts`: {:.1f} ms instead of {:.1f})".format(*took) in WORDS
     assert moe.table(found) == (RESULTS / "moe_block.md").read_text()
+
+
+def test_a_layer_in_8_bits() -> None:
+    bench = benchmark("low_precision")
+    found = json.loads((RESULTS / "low_precision.json").read_text())
+    assert bench.page(found) == (RESULTS / "low_precision.md").read_text()
+
+    def figures(device: str) -> list[tuple[str, str]]:
+        rows = [found[f"layer {device} {kind}"] for kind in (None, "int8", "fp8")]
+        return [(f"{1e3 * row['compute_seconds']:.1f}", megabytes(row["temp"])) for row in rows]
+
+    (plain, plain_temp), (int8, int8_temp), (fp8, _) = figures("tpu:v5p")
+    said = (
+        f"takes by estimate {int8} ms with int8 and {fp8} with fp8 on a TPU v5p instead of {plain},"
+    )
+    assert f"{said} and {int8_temp} MB of temp instead of {plain_temp};" in WORDS
+    plain, int8, fp8 = figures("cuda:h100")
+    assert int8 == fp8
+    said = f"on H100 it takes {int8[0]} ms with either instead of {plain[0]}, and holds"
+    assert f"{said} {int8[1]} MB instead of {plain[1]}." in WORDS
 
 
 def test_every_key_of_the_json_is_explained() -> None:

@@ -1,6 +1,8 @@
 """Experts that compute only the tokens sent to them, beside a plain sum over experts."""
 
 import functools
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,10 +25,12 @@ from hypothesis import strategies as st
 
 from nnx_pipeline import InputError, Layout, lab
 from nnx_pipeline.config._remat import FULL
+from nnx_pipeline.lab import compile as lab_compile
 from nnx_pipeline.ops._experts import ExpertKernels
+from nnx_pipeline.ops._grouped import by_triton
 from nnx_pipeline.ops._grouped.experts import GroupedExperts
 from nnx_pipeline.ops._grouped.order import Some, from_rows, sort_by_expert, to_rows, visits
-from nnx_pipeline.ops._grouped.products import GroupedProducts, Tiles
+from nnx_pipeline.ops._grouped.products import ON_PLATFORM, GroupedProducts, Tiles
 from nnx_pipeline.pipeline.stage.apply import map_stages
 from nnx_pipeline.sharding._cast import cast_at_use, of_slices
 
@@ -202,6 +206,27 @@ def test_kernels_compile_and_state_the_operations_of_their_rows(
     x = jax.ShapeDtypeStruct((1, tokens, embed), "bfloat16")
     found = lab.measure(step, x, *choices, kernels, platform=platform)
     assert found.flops == 8 * (2 * 2 * tokens * embed * mlp)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_gpu_loads_more_ahead_than_its_shared_memory_holds(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (high, deep, wide) = ON_PLATFORM["gpu"]
+    facts = tomllib.loads((Path(lab_compile.__file__).parent / "gpus.toml").read_text("utf-8"))
+    ahead = {}
+    for maker in facts.values():
+        for gpu in maker.values():
+            if not isinstance(gpu, dict) or "device_description_str" not in gpu:
+                continue  # what holds for all GPUs of the maker
+            kind, own = gpu["device_description_str"], gpu["gpu_device_info"]
+            shared = {**maker["gpu_device_info"], **own}["shared_memory_per_block_optin"]
+            monkeypatch.setattr(by_triton, "ambient_device_kind", lambda kind=kind: kind)
+            for elements in (high * deep + deep * wide, high * deep + high * wide):
+                steps = by_triton._parameters(elements, dtype).num_stages
+                assert steps == 1 or steps * elements * jnp.dtype(dtype).itemsize <= shared, kind
+                ahead[kind] = steps
+    assert ahead["NVIDIA H100 80GB HBM3"] > ahead["AMD Instinct MI300X"] == 1
 
 
 @pytest.mark.parametrize("forward", [False, True])

@@ -1,6 +1,6 @@
-"""Products of groups of rows as kernels for NVIDIA GPUs, in Pallas through Triton.
+"""Products of groups of rows as kernels for GPUs, in Pallas through Triton.
 
-XLA for NVIDIA expands `jax.lax.ragged_dot` to a product of all rows with all kernels (JAX 0.10 and
+XLA for GPUs expands `jax.lax.ragged_dot` to a product of all rows with all kernels (JAX 0.10 and
 0.12), which is the work of dense experts.
 """
 
@@ -12,10 +12,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.lab.mesh import ambient_device_kind
 from nnx_pipeline.ops._grouped.order import How, Some, visits
 
 Ref = Any  # a reference of Pallas to an array, for which JAX has no public type
-SHARED_MEMORY = 200 * 2**10  # bytes for what is loaded ahead; a multiprocessor of an H100 has 227
+# KiB for what is loaded ahead, by a word of the device's kind. A multiprocessor of an H100 has 227.
+# An MI300X has 64, the least of all devices that the lab knows, and the rest gets as much.
+SHARED_MEMORY = {
+    **dict.fromkeys(("H100", "H200", "B200", "B300"), 200),
+    **dict.fromkeys(("A100", "MI350", "MI355"), 160),
+}
+LEAST_SHARED_MEMORY = 64
 
 
 def product(
@@ -140,7 +147,10 @@ def outer(
 
 def _parameters(elements: int, dtype: jax.typing.DTypeLike) -> triton.CompilerParams:
     """How many steps, each of so many elements, are loaded ahead, as far as shared memory goes."""
-    fitting = SHARED_MEMORY // (elements * jnp.dtype(dtype).itemsize)
+    kind = ambient_device_kind()
+    sizes = (size for name, size in SHARED_MEMORY.items() if name in kind)
+    size = next(sizes, LEAST_SHARED_MEMORY) * 2**10
+    fitting = size // (elements * jnp.dtype(dtype).itemsize)
     return triton.CompilerParams(num_warps=8, num_stages=max(1, min(3, fitting)))
 
 

@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 class GroupedProducts:
     """The products of experts with the rows that were sent to them.
 
-    `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA GPUs, and `tiles`
+    `megablox` is JAX's kernel for TPUs, `triton` that of this package for GPUs, and `tiles`
     a loop in plain JAX, which reads the numbers of rows of its tiles alone.
     """
 
