@@ -131,8 +131,8 @@ def account_rows(measurement: Measurement) -> dict[str, int | None]:
 
 
 def verdict_words(outcome: Outcome) -> str:
-    """The verdict with the figure that it is about, such as `holds by temp`."""
-    words = outcome.verdict
+    """The verdict with its figure, such as `holds by temp` or `less memory by the account`."""
+    words = outcome.question.in_words(outcome.verdict)
     if words != NOT_APPLICABLE:
         words += f" by {NAMES[outcome.question.judged_by]}"
     return f"{words}, failed" if outcome.failed else words
