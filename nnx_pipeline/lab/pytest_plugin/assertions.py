@@ -11,6 +11,7 @@ from nnx_pipeline.lab._report.view.figures import compiler, estimated, megabytes
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError, counted, nearest, printable
+from nnx_pipeline.lab.pytest_plugin._budgets import in_short
 
 TOP = 8  # rows of buffers, or of lines of source, in a message
 SMALL = 0.01  # of the heap; a message leaves out smaller buffers
@@ -135,6 +136,7 @@ class CompiledMemory:
         if not limits:
             raise InputError("assert_at_most() has no limit; give one, such as temp_bytes=10**8")
         too_large: dict[str, str] = {}
+        exceeded: dict[str, tuple[float | None, float]] = {}
         for name, limit in limits.items():
             if name not in _LIMITED:
                 raise InputError(f"{name}= is not a known figure; {nearest(name, _LIMITED)}")
@@ -142,6 +144,8 @@ class CompiledMemory:
                 raise InputError(f"{name}={limit!r} is not a limit; give bytes, FLOPs or seconds")
             value = getattr(self, name)
             shown = _number(limit)
+            if value is None or value > limit:
+                exceeded[name] = value, limit
             if value is None:
                 too_large[name] = f"{name}: there is no figure here, and the limit is {shown}"
             elif value > limit:
@@ -153,8 +157,8 @@ class CompiledMemory:
                     f"limit of {shown}"
                 )
         if too_large:
-            described = self.description(too_large)
-            raise MemoryExceeded("\n".join([*too_large.values(), "", described]))
+            lines = [in_short(exceeded, "limit"), *too_large.values(), ""]
+            raise MemoryExceeded("\n".join([*lines, self.description(too_large)]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
         """Asserts that temp, heap, peak, account and the estimated step keep the test's budget.
