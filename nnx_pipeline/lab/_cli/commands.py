@@ -131,9 +131,10 @@ def compare_command(
     are compiled for each value of a config field; for NVIDIA with Triton's matrix products, unless
     --gemm chooses cuBLASLt's. Otherwise programs for NVIDIA are compiled with both.
 
-    The verdict on functions, presets and settings is about the account: arguments, outputs not
-    aliased to them, constants and heap; their numbers are not compared. Exit 1 when a program did
-    not compile or an experiment's numbers differ.
+    The verdict on functions, presets and settings is less, same or more memory by the account:
+    arguments, outputs not aliased to them, constants and heap; their numbers are not compared. Exit
+    1 when a program did not compile, an experiment's numbers differ, or b is worse than
+    --fail-above allows.
     """
     outputs.check()
     if len(target.named) > 1 and not measuring.listed:
