@@ -118,11 +118,12 @@ def _blocks(outcome: Outcome, changed: Collection[ChangedLines]) -> Iterator[str
     if rows := sorted(outcome.buffers or (), key=lambda row: not _touches(row, changed)):
         yield "What differs at the peak of the heap:"
         yield _differences(rows[:TOP], changed)
+        if _touches(rows[0], changed):
+            yield f"{_CHANGED} lines that the change touches"
         rest = [row for row in rows[TOP:] if abs(row.change) >= SMALLEST]
         if more := rest[:MORE]:
-            yield _details(f"{len(more)} of {len(rest)} more", _differences(more, changed))
-        if any(_touches(row, changed) for row in rows):
-            yield f"{_CHANGED} lines that the change touches"
+            left_out = f", of {len(rest)}" if len(rest) > MORE else ""
+            yield _details(f"{len(more)} more{left_out}", _differences(more, changed))
         grown = dict.fromkeys(row.role for row in rows[:TOP] if row.change > 0)
         if cures := [remarks.ADVICE[role] for role in grown if role in remarks.ADVICE]:
             yield f"To try, for what grew:\n\n{_bullets(cures)}"
@@ -193,7 +194,8 @@ def _how(by_gemm: Sequence[Sequence[Outcome]], command: str) -> str:
     measured = [arm for one in outcomes for arm in (one.a, one.b) if arm]
     compared = [one.numerics for one in outcomes if one.numerics]
     closing = remarks.closing_remarks(measured, compared, hint=False)
-    lines = _bullets(dict.fromkeys(remark.text for remark in closing))
+    texts = dict.fromkeys(remark.text for remark in closing)
+    lines = _bullets(text for text in texts if not text.startswith("step: "))  # said above
     return f"{lines}\n\n```sh\n{printable(command)}\n```" if command else lines
 
 
