@@ -8,12 +8,11 @@ import pytest
 from helpers import Run
 from page_examples import TIME, attribution, measurement, outcome
 
-from nnx_pipeline.lab._report.benchmarks import benchmark_json, named_arms
+from nnx_pipeline.lab._report.benchmarks import benchmark_json
 from nnx_pipeline.lab._report.markdown import LONGEST, MARKER, ChangedLines, outcomes_markdown
 from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.comparison._worse import parse_limit
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
-from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
 
 TITLE = "two programs | on one device"
@@ -166,7 +165,8 @@ def test_a_limit_that_is_none(text: str, why: str) -> None:
 def test_json_of_other_tools() -> None:
     made = of_two()
     assert made.b
-    named = named_arms([[made]])
+    assert made.a
+    named = [("compare, a", made.a), ("compare, b: m:o`t|her", made.b)]
     rows: Any = benchmark_json("github-action-benchmark", named)
     assert {tuple(row) for row in rows} == {("name", "unit", "value", "extra")}
     figures = {row["name"]: (row["value"], row["unit"]) for row in rows}
@@ -182,17 +182,11 @@ def test_json_of_other_tools() -> None:
     assert "peak-bytes" not in bencher[name]
 
 
-def by_cublas(made: Measurement) -> Measurement:
-    return dataclasses.replace(made, gemm="cublas")
-
-
 def test_names_of_a_history_are_different() -> None:
-    made = of_two()
-    assert made.a
-    assert made.b
-    other = dataclasses.replace(made, a=by_cublas(made.a), b=by_cublas(made.b))
-    names = [name for name, _ in named_arms([[made], [other]])]
-    assert len(set(names)) == 4
+    made = measurement(attribution())
+    kinds = [dataclasses.replace(made, gemm=gemm) for gemm in (None, "triton", "cublas")]
+    names: Any = benchmark_json("bencher", [("step", one) for one in kinds])
+    assert len(names) == 3
 
 
 ARGUMENTS = ("--inputs", "own_functions:inputs", "--platform", "cpu")
@@ -201,6 +195,9 @@ WORSE = ("compare", "own_functions:lean", "own_functions:scaled", *ARGUMENTS)
 
 
 def test_on_the_command_line(run: Run) -> None:
+    ended = run(*WORSE, "--json", "-", "--format", "bencher")
+    names = [f"compare, a: {WORSE[1]}, cpu", f"compare, b: {WORSE[2]}, cpu"]
+    assert list(ended.json) == names
     ended = run(*WORSE, "--markdown", "-")
     assert ended.code == 0, ended.err
     assert ended.out.startswith(f"{MARKER}\n\n**More memory**")

@@ -12,7 +12,6 @@ from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Costing, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.benchmarks import named
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
@@ -57,7 +56,7 @@ def run_measure(
     quiet = written.to_standard_output
     report.show_measurements(title, results, json_path=quiet, advice=advice)
     own = report.with_other_gemm([result.to_json() for result in results])
-    written.emit(own, [(named(title, result), result) for result in results])
+    written.emit(own, [(title, result) for result in results])
     written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
         write_text(written.hlo_path, results[0].hlo)

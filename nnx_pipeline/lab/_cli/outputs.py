@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +14,11 @@ from click.core import ParameterSource
 
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._files import check_picture, save_figure, write_output, write_text
-from nnx_pipeline.lab.comparison._worse import parse_limit
 from nnx_pipeline.lab.errors import InputError
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab._report.markdown import ChangedLines
+    from nnx_pipeline.lab.comparison._worse import Limit
     from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.compile.measure import Measurement
 
@@ -57,10 +58,13 @@ class Formatted(Explained):
 
     def emit(self, ours: object, measured: Sequence[tuple[str, Measurement]]) -> None:
         """Writes `--json`: as ours or, in the form of another tool, the figures of programs."""
-        from nnx_pipeline.lab._report.benchmarks import benchmark_json
         from nnx_pipeline.lab._report.output import emit_json
 
-        emit_json(self.json_path, benchmark_json(self.format, measured) if self.format else ours)
+        if self.format:
+            from nnx_pipeline.lab._report.benchmarks import benchmark_json
+
+            ours = benchmark_json(self.format, measured)
+        emit_json(self.json_path, ours)
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,7 @@ class ComparisonOutputs(Outputs, Formatted):
         check_outputs(**paths, json=self.json_path, markdown=self.markdown_path)
         check_picture(self.chart_path, "--chart")
         self.check_format()
-        for text in self.fail_above:
-            parse_limit(text)
+        self._limits()
         if self.link is None:
             return
         if self.markdown_path is None:
@@ -135,11 +138,16 @@ class ComparisonOutputs(Outputs, Formatted):
         - `changed`: the lines that differ between the sources of the arms, for `--markdown`.
         """
         from nnx_pipeline.lab._report import tables
-        from nnx_pipeline.lab._report.benchmarks import named_arms
         from nnx_pipeline.lab._report.view import words
 
         tables.show_outcomes(title, outcomes, platform, json_path=self.to_standard_output)
-        self.emit(tables.outcomes_json(outcomes, platform), named_arms(outcomes))
+        arms = [
+            (f"{outcome.question.name}, {key}: {label}", result)
+            for outcome in itertools.chain(*outcomes)
+            for key, (label, result) in zip("ab", outcome.arms, strict=True)
+            if result
+        ]
+        self.emit(tables.outcomes_json(outcomes, platform), arms)
         self.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
@@ -162,10 +170,16 @@ class ComparisonOutputs(Outputs, Formatted):
 
     def fail_if_worse(self, outcomes: Sequence[Sequence[Outcome]]) -> None:
         """Raises Failed where arm b exceeds arm a by more than `--fail-above` allows."""
-        limits = [parse_limit(text) for text in self.fail_above]
-        each = [outcome for some in outcomes for outcome in some]
-        if worse := [text for one in each for limit in limits if (text := limit.broken_by(one))]:
+        each = itertools.product(itertools.chain(*outcomes), self._limits())
+        if worse := [text for outcome, limit in each if (text := limit.broken_by(outcome))]:
             raise Failed("; ".join(dict.fromkeys(worse)))
+
+    def _limits(self) -> list[Limit]:
+        if not self.fail_above:
+            return []
+        from nnx_pipeline.lab.comparison._worse import parse_limit
+
+        return [parse_limit(text) for text in self.fail_above]
 
 
 def _command_line() -> str:

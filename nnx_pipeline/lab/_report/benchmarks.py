@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence
 
 from nnx_pipeline.lab._report.view.figures import compiler, products_by
-from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 
 BENCHER = "bencher"
 _BYTES = ("account", "heap", "temp", "peak")
 
 
-def benchmark_json(form: str, measured: Sequence[tuple[str, Measurement]]) -> object:
-    """The figures of programs, each with its name; one that is not known is left out.
+def benchmark_json(form: str, titled: Sequence[tuple[str, Measurement]]) -> object:
+    """The figures of programs, each with its title; one that is not known is left out.
 
     - `form`: `github-action-benchmark` (its customSmallerIsBetter) or `bencher`.
     """
+    measured = [(_named(title, one), one) for title, one in titled]
     if form == BENCHER:
         return {
             name: {measure: {"value": value} for measure, value, _, _ in _figures(one)}
@@ -32,17 +32,7 @@ def benchmark_json(form: str, measured: Sequence[tuple[str, Measurement]]) -> ob
     ]
 
 
-def named_arms(by_gemm: Sequence[Sequence[Outcome]]) -> list[tuple[str, Measurement]]:
-    return [
-        (named(f"{outcome.question.name}, {key}: {label}", result), result)
-        for outcomes in by_gemm
-        for outcome in outcomes
-        for key, (label, result) in zip("ab", outcome.arms, strict=True)
-        if result
-    ]
-
-
-def named(title: str, result: Measurement) -> str:
+def _named(title: str, result: Measurement) -> str:
     """What a program is called in a history: with all that tells it from others of one run."""
     by = f", matrix products by {products_by(result)}" if result.gemm else ""
     return f"{title}, {result.platform}{by}"

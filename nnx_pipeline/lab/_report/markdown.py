@@ -34,6 +34,11 @@ class ChangedLines(NamedTuple):
     arm: Literal["a", "b"] = "b"
 
 
+class _Row(NamedTuple):
+    change: BufferDifference
+    is_changed: bool  # the change touches its line
+
+
 def outcomes_markdown(
     title: str,
     by_gemm: Sequence[Sequence[Outcome]],
@@ -55,12 +60,15 @@ def outcomes_markdown(
     end += [_details("How this was compared", _how(by_gemm, command))]
     if len(named) == 1:
         ((_, outcome),) = named
-        blocks = [f"{_headline(outcome)}\n\n{_text(title)}", *_blocks(outcome, changed)]
+        blocks = [
+            f"{_headline(outcome)}\n\n{_text(title)}",
+            *_blocks(outcome, _rows(outcome, changed)),
+        ]
     else:
         blocks = [f"**{counted(len(named), 'comparison')}**: {_text(title)}", _summary(named)]
         room = LONGEST - sum(map(len, [*blocks, *end]))
         for at, (name, outcome) in enumerate(named):
-            inner = "\n\n".join([_headline(outcome), *_blocks(outcome, changed)])
+            inner = "\n\n".join([_headline(outcome), *_blocks(outcome, _rows(outcome, changed))])
             block = _details(f"{name}: {figures.verdict_words(outcome)}", inner)
             room -= len(block)
             if room < 0:
@@ -99,7 +107,7 @@ def _summary(named: Sequence[tuple[str, Outcome]]) -> str:
     return _table(("", "verdict", "account, MB", "step, ms"), rows, numbers=2)
 
 
-def _blocks(outcome: Outcome, changed: Collection[ChangedLines]) -> Iterator[str]:
+def _blocks(outcome: Outcome, rows: Sequence[_Row]) -> Iterator[str]:
     arms = zip("ab", outcome.question.labels, strict=True)
     yield "\n".join(f"- {key}: {_code(label)}" for key, label in arms)
     if outcome.note:
@@ -115,16 +123,17 @@ def _blocks(outcome: Outcome, changed: Collection[ChangedLines]) -> Iterator[str
             *(f"the step is an estimate; {band}" for band in bands),
         ]
     )
-    if rows := sorted(outcome.buffers or (), key=lambda row: not _touches(row, changed)):
+    if rows:
         yield "What differs at the peak of the heap:"
-        yield _differences(rows[:TOP], changed)
-        if _touches(rows[0], changed):
+        yield _differences(rows[:TOP])
+        if rows[0].is_changed:
             yield f"{_CHANGED} lines that the change touches"
-        rest = [row for row in rows[TOP:] if abs(row.change) >= SMALLEST]
+        rest = [row for row in rows[TOP:] if abs(row.change.change) >= SMALLEST]
         if more := rest[:MORE]:
             left_out = f", of {len(rest)}" if len(rest) > MORE else ""
-            yield _details(f"{len(more)} more{left_out}", _differences(more, changed))
-        grown = dict.fromkeys(row.role for row in rows[:TOP] if row.change > 0)
+            yield _details(f"{len(more)} more{left_out}", _differences(more))
+        changes = [row.change for row in rows[:TOP]]
+        grown = dict.fromkeys(change.role for change in changes if change.change > 0)
         if cures := [remarks.ADVICE[role] for role in grown if role in remarks.ADVICE]:
             yield f"To try, for what grew:\n\n{_bullets(cures)}"
 
@@ -155,35 +164,42 @@ def _change(
     return f"{sign}{show(abs(after - before))}", share
 
 
-def _differences(rows: Sequence[BufferDifference], changed: Collection[ChangedLines]) -> str:
+def _rows(outcome: Outcome, changed: Collection[ChangedLines]) -> list[_Row]:
+    """The differences between the buffers, those of changed lines first."""
+    rows = [
+        _Row(change, any(_touches(one, change) for one in changed))
+        for change in outcome.buffers or ()
+    ]
+    return sorted(rows, key=lambda row: not row.is_changed)
+
+
+def _differences(rows: Sequence[_Row]) -> str:
     cells = []
-    for row in rows:
-        shown = difference_row(row)
-        mark = f"{_CHANGED} " if _touches(row, changed) else ""
-        sizes = (megabytes(row.a_bytes), megabytes(row.b_bytes))
-        change, _ = _change(row.a_bytes, row.b_bytes, megabytes)
+    for change, is_changed in rows:
+        shown = difference_row(change)
+        mark = f"{_CHANGED} " * is_changed
+        sizes = (megabytes(change.a_bytes), megabytes(change.b_bytes))
+        difference, _ = _change(change.a_bytes, change.b_bytes, megabytes)
         line = shown.source if shown.source == DASH else _code(shown.source)
         array = _code(shown.shape) if shown.shape else ""
         what = (_text(shown.role), f"{mark}{line}", _text(shown.operation), array)
-        cells.append((*what, *sizes, change))
+        cells.append((*what, *sizes, difference))
     heads = ("role", "line", "operation", "array", "a, MB", "b, MB", "b − a")
     return _table(heads, cells, numbers=3)
 
 
-def _touches(row: BufferDifference, changed: Collection[ChangedLines]) -> bool:
+def _touches(changed: ChangedLines, change: BufferDifference) -> bool:
     """Whether the line of a buffer, or the one that called it, is among the changed ones."""
-    sizes = {"a": row.a_bytes, "b": row.b_bytes}
-    sides = dict(zip("ab", row.sides, strict=True))
-    return any(
-        _is_in(place, one)
-        for one in changed
-        if sizes[one.arm]
-        for place in (sides[one.arm].source, sides[one.arm].caller)
-        if place
-    )
+    size, side = {
+        "a": (change.a_bytes, change.sides[0]),
+        "b": (change.b_bytes, change.sides[1]),
+    }[changed.arm]
+    return bool(size) and any(_is_in(place, changed) for place in (side.source, side.caller))
 
 
-def _is_in(place: str, changed: ChangedLines) -> bool:
+def _is_in(place: str | None, changed: ChangedLines) -> bool:
+    if place is None:
+        return False
     path, _, line = place.rpartition(":")
     parts = Path(changed.file).parts
     return Path(path).parts[-len(parts) :] == parts and int(line) in changed.lines
