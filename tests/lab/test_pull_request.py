@@ -9,7 +9,7 @@ from helpers import Run
 from page_examples import TIME, attribution, measurement, outcome
 
 from nnx_pipeline.lab._report.benchmarks import benchmark_json
-from nnx_pipeline.lab._report.markdown import LONGEST, MARKER, ChangedLines, outcomes_markdown
+from nnx_pipeline.lab._report.markdown import LONGEST, MARKER, outcomes_markdown
 from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.comparison._worse import parse_limit
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
@@ -73,13 +73,14 @@ def test_lines_that_a_change_touches_come_first() -> None:
     assert [row[0] for row in rows] == ["scan carry", "saved residual"]
     role = "saved residual"
     path = f"nnx_pipeline/<b>{role}</b>.py"
-    for changed, mark in (
-        (ChangedLines(path, range(1, 2)), True),
-        (ChangedLines(f"<b>{role}</b>.py", range(1, 9), arm="a"), True),
-        (ChangedLines(path, range(2, 9)), False),
-        (ChangedLines(f"other/{path}", range(1, 2)), False),
+    for file, lines, mark in (
+        (path, range(1, 2), True),
+        (f"<b>{role}</b>.py", range(1, 9), True),
+        (path, range(1, 1), True),  # a line was removed there
+        (path, range(2, 9), False),
+        (f"other/{path}", range(1, 2), False),
     ):
-        text = outcomes_markdown(TITLE, [[made]], changed=[changed])
+        text = outcomes_markdown(TITLE, [[made]], changed={file: [range(50, 60), lines]})
         rows = [row for row in rows_of(text) if len(row) == 7][2:]
         marked = [row[0] for row in rows if "●" in row[1]]
         assert (marked, rows[0][0]) == (([role], role) if mark else ([], "scan carry"))
@@ -166,12 +167,12 @@ def test_json_of_other_tools() -> None:
     made = of_two()
     assert made.b
     assert made.a
-    named = [("compare, a", made.a), ("compare, b: m:o`t|her", made.b)]
+    named = [("m:one, a", made.a), ("m:o`t|her, b", made.b)]
     rows: Any = benchmark_json("github-action-benchmark", named)
     assert {tuple(row) for row in rows} == {("name", "unit", "value", "extra")}
     figures = {row["name"]: (row["value"], row["unit"]) for row in rows}
     assert len(figures) == len(rows) == 2 * 4, "the peak is not known"
-    name = "compare, b: m:o`t|her, cuda:h100:8"
+    name = "m:o`t|her, b, cuda:h100:8"
     assert figures[f"{name}: step"] == (50.0, "ms")
     account = made.b.memory.account_bytes
     assert account
@@ -196,7 +197,7 @@ WORSE = ("compare", "own_functions:lean", "own_functions:scaled", *ARGUMENTS)
 
 def test_on_the_command_line(run: Run) -> None:
     ended = run(*WORSE, "--json", "-", "--format", "bencher")
-    names = [f"compare, a: {WORSE[1]}, cpu", f"compare, b: {WORSE[2]}, cpu"]
+    names = [f"{WORSE[1]}, a, cpu", f"{WORSE[2]}, b, cpu"]
     assert list(ended.json) == names
     ended = run(*WORSE, "--markdown", "-")
     assert ended.code == 0, ended.err

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import click
@@ -56,7 +57,7 @@ class Formatted(Explained):
         if self.format and self.json_path is None:
             raise InputError(f"--format {self.format} is a form of --json; add --json PATH")
 
-    def emit(self, ours: object, measured: Sequence[tuple[str, Measurement]]) -> None:
+    def emit(self, ours: object, measured: Iterable[tuple[str, Measurement]]) -> None:
         """Writes `--json`: as ours or, in the form of another tool, the figures of programs."""
         from nnx_pipeline.lab._report.output import emit_json
 
@@ -128,26 +129,20 @@ class ComparisonOutputs(Outputs, Formatted):
         title: str,
         outcomes: Sequence[Sequence[Outcome]],
         platform: str,
-        changed: Collection[ChangedLines] = (),
+        changed: ChangedLines = MappingProxyType({}),
     ) -> None:
         """Shows the outcomes, and writes the files that the user named.
 
         - `title`: what is compared.
         - `outcomes`: once, or with Triton's and with cuBLASLt's matrix products.
         - `platform`: what was compiled for.
-        - `changed`: the lines that differ between the sources of the arms, for `--markdown`.
+        - `changed`: the lines that differ between the sources of the arms, by their file.
         """
         from nnx_pipeline.lab._report import tables
         from nnx_pipeline.lab._report.view import words
 
         tables.show_outcomes(title, outcomes, platform, json_path=self.to_standard_output)
-        arms = [
-            (f"{outcome.question.name}, {key}: {label}", result)
-            for outcome in itertools.chain(*outcomes)
-            for key, (label, result) in zip("ab", outcome.arms, strict=True)
-            if result
-        ]
-        self.emit(tables.outcomes_json(outcomes, platform), arms)
+        self.emit(tables.outcomes_json(outcomes, platform), _titled_arms(outcomes))
         self.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
@@ -180,6 +175,18 @@ class ComparisonOutputs(Outputs, Formatted):
         from nnx_pipeline.lab.comparison._worse import parse_limit
 
         return [parse_limit(text) for text in self.fail_above]
+
+
+def _titled_arms(outcomes: Sequence[Sequence[Outcome]]) -> Iterator[tuple[str, Measurement]]:
+    """Functions by their names, so that they are called the same at every revision."""
+    from nnx_pipeline.lab._report.view.figures import subject_of
+
+    for outcome in itertools.chain(*outcomes):
+        for key, (label, arm) in zip("ab", outcome.arms, strict=True):
+            if arm:
+                is_function = "function" in arm.config
+                what = subject_of(arm) if is_function else f"{outcome.question.name}, {label}"
+                yield f"{what}, {key}", arm
 
 
 def _command_line() -> str:

@@ -1,6 +1,6 @@
 """`--json` in the forms that other tools keep a history of: github-action-benchmark and Bencher."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from nnx_pipeline.lab._report.view.figures import compiler, products_by
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -9,7 +9,7 @@ BENCHER = "bencher"
 _BYTES = ("account", "heap", "temp", "peak")
 
 
-def benchmark_json(form: str, titled: Sequence[tuple[str, Measurement]]) -> object:
+def benchmark_json(form: str, titled: Iterable[tuple[str, Measurement]]) -> object:
     """The figures of programs, each with its title; one that is not known is left out.
 
     - `form`: `github-action-benchmark` (its customSmallerIsBetter) or `bencher`.

@@ -1,9 +1,10 @@
 """A comparison as a comment for a pull request, in the Markdown that GitHub shows."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 from nnx_pipeline.lab._report.program_tables import TOP
 from nnx_pipeline.lab._report.view import figures, remarks
@@ -21,17 +22,9 @@ MORE = 25  # rows below the first ones
 _CHANGED = "●"  # before a line that the change touches
 
 
-class ChangedLines(NamedTuple):
-    """Lines of a file that differ between the sources of the two arms.
-
-    - `file`: its path, absolute or from the root of the repository.
-    - `lines`: their numbers.
-    - `arm`: in whose source they have these numbers.
-    """
-
-    file: str
-    lines: range
-    arm: Literal["a", "b"] = "b"
+# The lines that a change touches, by the path of their file, absolute or from the root of a
+# repository. An empty range is a place from which lines were removed.
+ChangedLines = Mapping[str, Collection[range]]
 
 
 class _Row(NamedTuple):
@@ -43,7 +36,7 @@ def outcomes_markdown(
     title: str,
     by_gemm: Sequence[Sequence[Outcome]],
     *,
-    changed: Collection[ChangedLines] = (),
+    changed: ChangedLines = MappingProxyType({}),
     link: str | None = None,
     command: str = "",
 ) -> str:
@@ -164,11 +157,11 @@ def _change(
     return f"{sign}{show(abs(after - before))}", share
 
 
-def _rows(outcome: Outcome, changed: Collection[ChangedLines]) -> list[_Row]:
+def _rows(outcome: Outcome, changed: ChangedLines) -> list[_Row]:
     """The differences between the buffers, those of changed lines first."""
     rows = [
-        _Row(change, any(_touches(one, change) for one in changed))
-        for change in outcome.buffers or ()
+        _Row(one, any(_is_in(place, changed) for side in one.sides for place in side.places))
+        for one in outcome.buffers or ()
     ]
     return sorted(rows, key=lambda row: not row.is_changed)
 
@@ -188,21 +181,15 @@ def _differences(rows: Sequence[_Row]) -> str:
     return _table(heads, cells, numbers=3)
 
 
-def _touches(changed: ChangedLines, change: BufferDifference) -> bool:
-    """Whether the line of a buffer, or the one that called it, is among the changed ones."""
-    size, side = {
-        "a": (change.a_bytes, change.sides[0]),
-        "b": (change.b_bytes, change.sides[1]),
-    }[changed.arm]
-    return bool(size) and any(_is_in(place, changed) for place in (side.source, side.caller))
-
-
-def _is_in(place: str | None, changed: ChangedLines) -> bool:
-    if place is None:
-        return False
+def _is_in(place: str, changed: ChangedLines) -> bool:
     path, _, line = place.rpartition(":")
-    parts = Path(changed.file).parts
-    return Path(path).parts[-len(parts) :] == parts and int(line) in changed.lines
+    parts = Path(path).parts
+    return any(
+        int(line) in (lines or range(lines.start, lines.start + 1))
+        for file, ranges in changed.items()
+        if parts[-len(Path(file).parts) :] == Path(file).parts
+        for lines in ranges
+    )
 
 
 def _how(by_gemm: Sequence[Sequence[Outcome]], command: str) -> str:

@@ -7,7 +7,13 @@ from numbers import Real
 
 from nnx_pipeline.lab._report.program_tables import rows_by_line, seconds_of
 from nnx_pipeline.lab._report.view.buffers import grouped, short_line, short_operation
-from nnx_pipeline.lab._report.view.figures import compiler, estimated, megabytes, milliseconds
+from nnx_pipeline.lab._report.view.figures import (
+    compiler,
+    estimated,
+    megabytes,
+    milliseconds,
+    subject_of,
+)
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError, counted, nearest, printable
@@ -121,7 +127,7 @@ class CompiledMemory:
 
     def __repr__(self) -> str:
         """A short text, since pytest shows it beside each figure of an assertion."""
-        return f"<{_subject(self.measurement)} on {self.measurement.platform}>"
+        return f"<{subject_of(self.measurement)} on {self.measurement.platform}>"
 
     def assert_at_most(self, **limits: float) -> None:
         """Asserts that each of the given figures is at most its limit.
@@ -193,7 +199,7 @@ class CompiledMemory:
         shown = ("temp", "heap", "peak", "argument", "output", "constant", "account")
         sizes = (f"{name} {megabytes(getattr(memory, f'{name}_bytes'))}" for name in shown)
         lines = [
-            f"{_subject(self.measurement)} on {compiler(self.measurement)}",
+            f"{subject_of(self.measurement)} on {compiler(self.measurement)}",
             f"MB per device: {', '.join(sizes)}",
             *_estimated(self.measurement),
             *(_longest_lines(self.measurement) if timed else ()),
@@ -209,12 +215,6 @@ _LIMITED = tuple(
     for name, value in vars(CompiledMemory).items()
     if isinstance(value, property) and name != "collectives"
 )
-
-
-def _subject(measurement: Measurement) -> str:
-    name = measurement.config.get("function", "training step")
-    mesh = ",".join(f"{axis}={size}" for axis, size in measurement.mesh.items() if size > 1)
-    return f"{name} ({mesh})" if mesh else name
 
 
 def _number(value: float) -> str:
