@@ -70,7 +70,7 @@ def test_the_comment() -> None:
 def test_lines_that_a_change_touches_come_first() -> None:
     made = of_two(0.9)
     rows = [row for row in rows_of(outcomes_markdown(TITLE, [[made]])) if len(row) == 7][2:]
-    assert [row[0] for row in rows] == ["scan carry", "saved residual"]
+    assert [row[3] for row in rows] == ["scan carry", "saved residual"]
     role = "saved residual"
     path = f"nnx_pipeline/<b>{role}</b>.py"
     for file, lines, mark in (
@@ -82,8 +82,8 @@ def test_lines_that_a_change_touches_come_first() -> None:
     ):
         text = outcomes_markdown(TITLE, [[made]], changed={file: [range(50, 60), lines]})
         rows = [row for row in rows_of(text) if len(row) == 7][2:]
-        marked = [row[0] for row in rows if "●" in row[1]]
-        assert (marked, rows[0][0]) == (([role], role) if mark else ([], "scan carry"))
+        marked = [row[3] for row in rows if "●" in row[4]]
+        assert (marked, rows[0][3]) == (([role], role) if mark else ([], "scan carry"))
         assert ("● lines that the change touches" in text) == mark
 
 

@@ -6,19 +6,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nnx_pipeline.lab._report.program_tables import TOP
+from nnx_pipeline.lab._report.program_tables import TOP, signed, sized
 from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.buffers import SMALLEST, difference_row
 from nnx_pipeline.lab._report.view.figures import DASH, megabytes, milliseconds
 from nnx_pipeline.lab._report.view.sentences import changes_of
 from nnx_pipeline.lab.attribution._result import BufferDifference
-from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import counted, printable
 
 MARKER = "<!-- nnx-pipeline -->"  # by it the comment of an earlier run is found
 LONGEST = 60_000  # characters; GitHub refuses a comment of more than 65,536
 MORE = 25  # rows below the first ones
+_BETWEEN = 10  # characters between two parts of a comment, and some more
 _CHANGED = "●"  # before a line that the change touches
 
 
@@ -59,7 +60,7 @@ def outcomes_markdown(
         ]
     else:
         blocks = [f"**{counted(len(named), 'comparison')}**: {_text(title)}", _summary(named)]
-        room = LONGEST - sum(map(len, [*blocks, *end]))
+        room = LONGEST - sum(map(len, [*blocks, *end])) - _BETWEEN * (len(named) + 5)
         for at, (name, outcome) in enumerate(named):
             inner = "\n\n".join([_headline(outcome), *_blocks(outcome, _rows(outcome, changed))])
             block = _details(f"{name}: {figures.verdict_words(outcome)}", inner)
@@ -97,7 +98,7 @@ def _summary(named: Sequence[tuple[str, Outcome]]) -> str:
         steps = (figures.estimated(time, "step_seconds") for time in times)
         words = figures.verdict_words(outcome)
         rows.append((_text(name), words, " → ".join(sizes), " → ".join(steps)))
-    return _table(("", "verdict", "account, MB", "step, ms"), rows, numbers=2)
+    return _table(("", "verdict", "account, MB", "step, ms"), rows, numbers=range(2, 4))
 
 
 def _blocks(outcome: Outcome, rows: Sequence[_Row]) -> Iterator[str]:
@@ -125,8 +126,9 @@ def _blocks(outcome: Outcome, rows: Sequence[_Row]) -> Iterator[str]:
         if more := rest[:MORE]:
             left_out = f", of {len(rest)}" if len(rest) > MORE else ""
             yield _details(f"{len(more)} more{left_out}", _differences(more))
+        least = NO_EFFECT * outcome.a.needed_bytes
         changes = [row.change for row in rows[:TOP]]
-        grown = dict.fromkeys(change.role for change in changes if change.change > 0)
+        grown = dict.fromkeys(change.role for change in changes if change.change > least)
         if cures := [remarks.ADVICE[role] for role in grown if role in remarks.ADVICE]:
             yield f"To try, for what grew:\n\n{_bullets(cures)}"
 
@@ -144,7 +146,7 @@ def _figures(a: Measurement, b: Measurement) -> str:
     before, after = known if figures.are_alike(a.time, b.time) else (None, None)
     shown = (figures.estimated(arm.time, "step_seconds") for arm in (a, b))
     rows.append(("estimated step, ms", *shown, *_change(before, after, milliseconds)))
-    return _table(("per device", "a", "b", "b − a", ""), rows, numbers=4)
+    return _table(("per device", "a", "b", "b − a", ""), rows, numbers=range(1, 5))
 
 
 def _change(
@@ -171,14 +173,13 @@ def _differences(rows: Sequence[_Row]) -> str:
     for change, is_changed in rows:
         shown = difference_row(change)
         mark = f"{_CHANGED} " * is_changed
-        sizes = (megabytes(change.a_bytes), megabytes(change.b_bytes))
-        difference, _ = _change(change.a_bytes, change.b_bytes, megabytes)
+        sizes = (signed(change.change), sized(change.a_bytes), sized(change.b_bytes))
         line = shown.source if shown.source == DASH else _code(shown.source)
         array = _code(shown.shape) if shown.shape else ""
         what = (_text(shown.role), f"{mark}{line}", _text(shown.operation), array)
-        cells.append((*what, *sizes, difference))
-    heads = ("role", "line", "operation", "array", "a, MB", "b, MB", "b − a")
-    return _table(heads, cells, numbers=3)
+        cells.append((*sizes, *what))
+    heads = ("b − a, MB", "a", "b", "role", "line", "operation", "array")
+    return _table(heads, cells, numbers=range(3))
 
 
 def _is_in(place: str, changed: ChangedLines) -> bool:
@@ -206,9 +207,9 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {_text(line)}" for line in lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
-    """The last so many columns are numbers; cells are Markdown."""
-    rule = ["---"] * (len(head) - numbers) + ["--:"] * numbers
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range) -> str:
+    """The columns of `numbers` are aligned on the right; cells are Markdown."""
+    rule = ["--:" if at in numbers else "---" for at in range(len(head))]
     lines = (" | ".join(cell or " " for cell in row) for row in (head, rule, *rows))
     return "\n".join(f"| {line} |" for line in lines)
 
