@@ -16,7 +16,7 @@ from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
 
 if TYPE_CHECKING:
     from nnx_pipeline.experiments._programs import measure_step
-    from nnx_pipeline.lab._cli.outputs import Outputs
+    from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
     from nnx_pipeline.lab._cli.values import Chosen, Measuring, TwoArms
     from nnx_pipeline.lab.lint import Finding, Limits
 
@@ -73,7 +73,7 @@ def compare(
     chosen: Chosen,
     target: TwoArms,
     measuring: Measuring,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     from nnx_pipeline.experiments._cli.comparing import run_comparison
 

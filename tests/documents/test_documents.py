@@ -63,7 +63,7 @@ def test_blocks_run_one_after_the_other(page, tmp_path):
 @pytest.mark.slow
 def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
     """As the text beside it says, down to the figures of the message."""
-    (code,) = TESTS
+    code, _ = TESTS
     file = tmp_path / code.file
     file.write_text(code.text)
     recorded = pytest_in(tmp_path, "--update-memory-budgets")
@@ -80,6 +80,21 @@ def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
     if f"libtpu {version}," in exceeded:
         missing = [line for line in shown.splitlines() if line not in exceeded]
         assert not missing, exceeded
+
+
+@pytest.mark.slow
+def test_a_marked_test_holds_its_limit(tmp_path):
+    _, code = TESTS
+    file = tmp_path / "test_product.py"
+    file.write_text(code.text)
+    done = pytest_in(tmp_path)
+    if "1 skipped" in done.out:
+        pytest.skip("the TPU compiler is not installed")
+    assert "1 passed" in done.out, done.out
+    file.write_text(code.text.replace("40 MB", "4 MB"))
+    assert re.search(
+        r"::test_a_product - account [\d.]+ MB, limit 4\.0 MB", pytest_in(tmp_path).out
+    )
 
 
 def write_modules(folder):
@@ -230,7 +245,7 @@ def test_a_model_learns_the_text_of_this_repository(tmp_path):
     assert made & set(re.findall(r"[a-z]{2,}", TEXT)) - {"microbatch", "is"}
 
 
-LONGEST_README, MOST_TERMS, LANGUAGES = 150, 25, {"python", "sh", "text"}
+LONGEST_README, MOST_TERMS, LANGUAGES = 150, 25, {"python", "sh", "text", "yaml"}
 LINKED = {
     **PAGES,
     **{

@@ -252,19 +252,19 @@ def test_verdicts_by_temp(before: int, after: int, verdict: str, ratio: float | 
 
 def test_where_quantities_disagree_the_note_says_so() -> None:
     a, b = with_figures(5_000, heap=400_000_000), with_figures(9_000, heap=300_000_000)
-    assert judged(a, b).note == "by the heap and the account: holds"
-    assert judged(a, b, "account").note == "by temp: opposite"
+    assert judged(a, b).note == "by the heap and the account: less memory"
+    assert judged(a, b, "account").note == "by temp: more memory"
     both = with_figures(5_000, heap=400), with_figures(9_000, heap=800)
     apart = "two programs whose account is less than 1 % apart"
-    assert judged(*both, "account").note == f"{apart}; by temp and the heap: opposite"
+    assert judged(*both, "account").note == f"{apart}; by temp and the heap: more memory"
     assert (judged(a, b).verdict, judged(a, b, "account").verdict) == ("opposite", "holds")
     zero = judged(with_figures(5_000, heap=0), with_figures(5_001, heap=7))
     apart = "two programs whose temp is less than 1 % apart"
-    assert (zero.verdict, zero.note) == ("no effect", f"{apart}; by the heap: opposite")
+    assert (zero.verdict, zero.note) == ("no effect", f"{apart}; by the heap: more memory")
     fewer = with_figures(9_000, heap=8_000)  # than arguments, which one arm holds half of
     memory = dataclasses.replace(fewer.memory, argument_bytes=fewer.memory.argument_bytes // 2)
     fewer = dataclasses.replace(fewer, memory=memory, assigned=None)
-    assert judged(with_figures(5_000, heap=4_000), fewer).note == "by the account: holds"
+    assert judged(with_figures(5_000, heap=4_000), fewer).note == "by the account: less memory"
 
 
 def test_without_a_buffer_assignment_the_account_is_not_known() -> None:

@@ -489,3 +489,111 @@ def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester)
     file.unlink()
     assert pytest_in(pytester.path, "-n2", "--dist=loadgroup", UPDATE).code == 0
     assert file.read_bytes() == alone
+
+
+def strict_run(project: Project, *arguments: str, **files: str) -> str:
+    result = project("--memory-strict", *arguments, **files)
+    result.assert_outcomes(failed=1)
+    return output(result)
+
+
+def test_what_is_skipped_fails_where_nothing_may_be(
+    project: Project, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = key("test_step.py::test_step")
+    budgets.write_budgets(file, {there._replace(compiler="jaxlib 0.1"): {"temp_bytes": 1}})
+    text = strict_run(project, test_step=STEP.format("lean"))
+    assert "has a budget for jaxlib 0.1, and this is" in text
+    assert "(not skipped, by --memory-strict)" in text
+    monkeypatch.setattr(_devices, "version", lambda name: "")
+    step = STEP.format("lean").replace("model.W)", "model.W), platform='tpu:v5p:2x2x1'")
+    assert "platform tpu:v5p:2x2x1 needs" in strict_run(project, test_step=step)
+
+
+@pytest.mark.parametrize(
+    ("check", "line"),
+    [
+        (".within_budget()", r"heap 16\.8 MB, budget 1\.0 MB \(\+1577\.7%\)"),
+        (".assert_at_most(heap_bytes=10**6)", r"heap 16\.8 MB, limit 1\.0 MB \(\+1577\.7%\)"),
+        (".assert_at_most(step_seconds=0.02)", r"step not known, limit 20\.0 ms"),
+    ],
+)
+def test_the_short_summary_has_the_figure(
+    project: Project, file: Path, check: str, line: str
+) -> None:
+    """In 80 columns, where pytest cuts off the rest."""
+    budgets.write_budgets(file, {key("test_step.py::test_step"): {"heap_bytes": 10**6}})
+    step = STEP.format("kept").replace(".within_budget()", check)
+    result = project(test_step=step)
+    result.assert_outcomes(failed=1)
+    assert re.search(rf"^FAILED test_step.py::test_step - {line}$", output(result), re.MULTILINE)
+
+
+def marked(marker: str, call: str = "(model.kept, (model.X, model.W))") -> str:
+    body = f"    compile_memory{call}\n" if call else "    pass\n"
+    test = f"@pytest.mark.memory_budget({marker})\ndef test_step(compile_memory):\n{body}"
+    return f"import model\nimport pytest\n\n{test}"
+
+
+@pytest.mark.parametrize(
+    ("marker", "line"),
+    [
+        ('"24 MB"', ""),
+        ('"16 MB"', r"account 17\.\d MB, limit 16\.0 MB \(\+\d\.\d%\)"),
+        ('"16 MiB"', r"account 17\.\d MB, limit 16\.8 MB \(\+\d\.\d%\)"),
+        ('heap="1.5 MB", temp="1 GiB"', r"heap 16\.8 MB, limit 1\.5 MB \(\+\d+\.\d%\)"),
+        ('step="20 ms"', r"step not known, limit 20\.0 ms"),
+        ('"16 MB", platform="cpu"', r"account 17\.\d MB, limit 16\.0 MB \(\+\d\.\d%\)"),
+    ],
+)
+def test_a_limit_in_a_marker(project: Project, marker: str, line: str) -> None:
+    result = project("--strict-markers", test_step=marked(marker))
+    result.assert_outcomes(failed=bool(line), passed=not line)
+    assert not line or re.search(f"::test_step - {line}$", output(result), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("", "@memory_budget has no limit; give one, such as"),
+        ("24", "account=24 is no limit with a unit; write"),
+        ('"24 Mb"', "is no limit with a unit; write"),
+        ('step="3 MB"', "step='3 MB' is no limit with a unit; write \"20 ms\""),
+        ('hepa="3 MB"', "is no figure; did you mean 'heap'?"),
+        ('"1 MB", "2 MB"', "takes one limit without a name"),
+        ('"1 MB", platform="gpu"', "did you mean 'cuda'?"),
+    ],
+)
+def test_a_marker_that_says_nothing(project: Project, marker: str, message: str) -> None:
+    result = project(test_step=marked(marker))
+    result.assert_outcomes(errors=1)
+    assert message in output(result)
+
+
+def test_a_marker_that_limits_nothing_fails(project: Project) -> None:
+    result = project(test_step=marked('"24 MB"', call=""))
+    result.assert_outcomes(failed=1)
+    assert "limits nothing: the test compiles nothing; call the fixture" in output(result)
+    bare = marked('"24 MB"', call="").replace("(compile_memory)", "()")
+    project(test_step=bare).assert_outcomes(failed=1)
+    other = marked(
+        '"24 MB", platform="tpu:v5p:2x2x1"', "(model.lean, (model.X, model.W), platform='cpu')"
+    )
+    result = project(test_step=other)
+    result.assert_outcomes(failed=1)
+    assert "compiles nothing for tpu:v5p:2x2x1" in output(result)
+
+
+def test_the_platform_of_a_marker_is_what_is_compiled_for(project: Project) -> None:
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    two = "@pytest.mark.memory_budget('1 kB', platform='cuda:h100:8')\n@pytest.mark.memory"
+    step = (
+        marked('"24 MB", platform="tpu:v5p:2x2x1"')
+        .replace("kept", "lean")
+        .replace("@pytest.mark.memory", two, 1)
+    )
+    step += "    assert compile_memory(model.lean, (model.X, model.W), platform='cpu')\n"
+    project(test_step=step).assert_outcomes(failed=1)
+    step = step.replace("@pytest.mark.memory_budget('1 kB', platform='cuda:h100:8')\n", "")
+    project(test_step=step).assert_outcomes(passed=1)

@@ -297,7 +297,7 @@ def test_a_chart(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--html", "-"), "--html -: only JSON goes to standard output; name a file"),
+        (("--html", "-"), "--html -: only JSON and Markdown go to standard output; name a file"),
         (
             ("--html", "no/such/folder/x.html"),
             "--html no/such/folder/x.html cannot be written; choose a file in a writable folder",

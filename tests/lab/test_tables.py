@@ -171,7 +171,7 @@ def test_a_verdict_names_its_figure() -> None:
     assert heading.endswith("; same numbers: to 3.0e-08")
     one = measurement(attribution())
     other = report.heading(of_two(one, donated(one)))
-    assert other.startswith("compare: opposite by the account, b/a ")
+    assert other.startswith("compare: more memory by the account, b/a ")
     missing = compare_measurements(outcome().question, one, "it broke")
     assert report.heading(missing) == "stage-shift (S1.1): not applicable, failed"
 

@@ -11,13 +11,11 @@ from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.experiments._run import compare_steps, run_experiments
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.options import check_alone, chosen_config, is_given
-from nnx_pipeline.lab._cli.outputs import Outputs
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Measuring, TwoArms
-from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.errors import InputError
@@ -30,7 +28,7 @@ def run_comparison(
     chosen: Chosen,
     target: TwoArms,
     measuring: Measuring,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     """Compares the programs of experiments, of a sweep, of two settings or of two presets.
 
@@ -85,7 +83,7 @@ def _check(
 
 
 def _compare_steps(
-    steps: Sequence[Chosen], target: TwoArms, cache: Cache, outputs: Outputs
+    steps: Sequence[Chosen], target: TwoArms, cache: Cache, outputs: ComparisonOutputs
 ) -> None:
     """Compares the steps of two presets, or one step with two settings."""
     a, b = chosen_config(steps[0]), chosen_config(steps[-1])
@@ -102,7 +100,7 @@ def _compare_steps(
 
 
 def _run_experiments(
-    names: Sequence[str], chosen: Chosen, target: TwoArms, cache: Cache, outputs: Outputs
+    names: Sequence[str], chosen: Chosen, target: TwoArms, cache: Cache, outputs: ComparisonOutputs
 ) -> None:
     experiments, config, mesh = choose(names), chosen_config(chosen), target.mesh_config
     overrides = parse_overrides(chosen.assignments)
@@ -117,14 +115,13 @@ def _run_experiments(
 
 
 def _report(
-    what: str, results: Sequence[Sequence[Outcome]], target: TwoArms, outputs: Outputs
+    what: str, results: Sequence[Sequence[Outcome]], target: TwoArms, outputs: ComparisonOutputs
 ) -> None:
     """Shows and writes the outcomes; raises Failed if one of them failed."""
     heading = f"{what}; {target.platform}, per device"
-    report.show_outcomes(heading, results, target.platform, json_path=outputs.json_path)
-    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
-    outputs.write_outcomes(heading, results)
+    outputs.report(heading, results, target.platform)
     failed = [outcome.question.name for row in results for outcome in row if outcome.failed]
     if failed:
         # With both kinds of matrix products an experiment may fail twice; it is named once.
         raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")
+    outputs.fail_if_worse(results)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.experiments.growth import MESH, sweep
-from nnx_pipeline.lab._cli.options import chosen_config, is_given
+from nnx_pipeline.lab._cli.options import chosen_config, given, is_given
 from nnx_pipeline.lab._cli.outputs import Outputs
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
@@ -38,8 +38,12 @@ def run_sweep(
     Raises InputError for options that do not go together, and Failed if a program did not compile.
     """
     experiments = choose(names) if names else []
-    if outputs.html_path or target.gemm == "both":
-        raise InputError("--sweep cannot be combined with --html or --gemm both; leave them out")
+    if target.gemm == "both":
+        raise InputError("--sweep cannot be combined with --gemm both; leave it out")
+    flags = given()
+    for option in ("html_path", "markdown_path", "format", "fail_above"):
+        if option in flags:
+            raise InputError(f"--sweep cannot be combined with {flags[option]}; leave it out")
     fields = dict(_parsed(text) for text in texts)
     _check_fields(fields, texts, chosen.assignments)
     config, mesh, platforms = chosen_config(chosen), target.mesh_config, target.platforms()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nnx_pipeline.lab._cli import completion, options
-from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
     GivenArguments,
@@ -64,6 +64,7 @@ def measure_command(
     from nnx_pipeline.lab._report.output import check_outputs
 
     check_outputs(json=written.json_path, hlo=written.hlo_path)
+    written.check_format()
     target = target.settled(on_mesh=subject.config is not None)
     if across is not None:
         options.check_alone(
@@ -105,7 +106,7 @@ def measure_command(
 @options.target_options(TwoArms)
 @options.measuring_options
 @options.cost_options
-@options.report_options
+@options.comparison_options
 def compare_command(
     names: tuple[str, ...],
     inputs: GivenArguments,
@@ -113,7 +114,7 @@ def compare_command(
     target: TwoArms,
     measuring: Measuring,
     costing: Costing,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     """Compile two programs that differ in one thing and compare their memory and time.
 
@@ -130,9 +131,10 @@ def compare_command(
     are compiled for each value of a config field; for NVIDIA with Triton's matrix products, unless
     --gemm chooses cuBLASLt's. Otherwise programs for NVIDIA are compiled with both.
 
-    The verdict on functions, presets and settings is about the account: arguments, outputs not
-    aliased to them, constants and heap; their numbers are not compared. Exit 1 when a program did
-    not compile or an experiment's numbers differ.
+    The verdict on functions, presets and settings is less, same or more memory by the account:
+    arguments, outputs not aliased to them, constants and heap; their numbers are not compared. Exit
+    1 when a program did not compile, an experiment's numbers differ, or b is worse than
+    --fail-above allows.
     """
     outputs.check()
     if len(target.named) > 1 and not measuring.listed:
@@ -162,7 +164,7 @@ def _compare_platforms(
     chosen: Chosen,
     target: TwoArms,
     costing: Costing,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     options.check_alone(
         *(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
@@ -53,7 +53,10 @@ def run_measure(
     results = [costing.of(result) for result in measured(subject, mesh, platforms)]
     advice = ADVICE if subject.config is None else presets().ADVICE
     title = subject.title(mesh)
-    report.show_measurements(title, results, json_path=written.json_path, advice=advice)
+    quiet = written.to_standard_output
+    report.show_measurements(title, results, json_path=quiet, advice=advice)
+    own = report.with_other_gemm([result.to_json() for result in results])
+    written.emit(own, [(title, result) for result in results])
     written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
         write_text(written.hlo_path, results[0].hlo)
@@ -142,7 +145,7 @@ def run_compare(
     inputs: GivenArguments,
     target: TwoArms,
     pairs: Sequence[tuple[Platform, Platform]],
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     with progress() as say, compiler_errors():
         grid, arguments = inputs.on(target.mesh_config, pairs[0][0])
@@ -153,9 +156,8 @@ def run_compare(
         arms = functools.partial(compare, *map(find_function, names), *arguments, mesh=grid)
         outcomes = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
     title = f"{names[0]} and {names[1]} on {target.mesh_config}, {target.platform}: per device"
-    report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
-    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
-    outputs.write_outcomes(title, outcomes)
+    outputs.report(title, outcomes, target.platform)
     if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         # Both kinds of matrix products may fail for the same reason, which is then given once.
         raise Failed("; ".join(dict.fromkeys(failed)))
+    outputs.fail_if_worse(outcomes)

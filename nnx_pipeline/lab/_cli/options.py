@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.lab._cli import completion
-from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.outputs import FORMATS, ComparisonOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
@@ -56,9 +56,13 @@ explain_option = click.option(
     "--explain", is_flag=True, help="Say below the tables what their words mean."
 )
 
-report_options = bundled(
-    "outputs",
-    Outputs,
+format_option = click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    help="Write --json in the form that github-action-benchmark or Bencher reads.",
+)
+
+_PICTURES = (
     click.option(
         "--html",
         "html_path",
@@ -71,7 +75,32 @@ report_options = bundled(
         metavar="PATH",
         help="Draw memory by role as .png or .svg, for a pull request.",
     ),
+)
+report_options = bundled("outputs", Outputs, *_PICTURES, json_option, explain_option)
+
+comparison_options = bundled(
+    "outputs",
+    ComparisonOutputs,
+    *_PICTURES,
+    click.option(
+        "--markdown",
+        "markdown_path",
+        metavar="PATH",
+        help="Write the comparison as a comment for a pull request; - is standard output.",
+    ),
+    click.option(
+        "--link", metavar="URL", help="Where the page of --html can be read, for --markdown."
+    ),
     json_option,
+    format_option,
+    click.option(
+        "--fail-above",
+        multiple=True,
+        metavar="[FIGURE=]SHARE",
+        help="Exit 1 if b needs more than this above a: 5% is of the account, and step=10% of the "
+        "estimated step; also heap, temp and peak. A figure that is not known fails too. May be "
+        "repeated.",
+    ),
     explain_option,
 )
 
@@ -80,6 +109,7 @@ written_options = bundled(
     Written,
     click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text."),
     json_option,
+    format_option,
     explain_option,
 )
 

@@ -14,7 +14,7 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
 if TYPE_CHECKING:
-    from nnx_pipeline.lab._cli.outputs import Outputs
+    from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
     from nnx_pipeline.lab._cli.values import Chosen, Measuring, TwoArms
     from nnx_pipeline.lab.compile.measure import Measurement, Progress
     from nnx_pipeline.lab.compile.platform import Platform
@@ -65,7 +65,7 @@ class Presets(Protocol):
         chosen: Chosen,
         target: TwoArms,
         measuring: Measuring,
-        outputs: Outputs,
+        outputs: ComparisonOutputs,
     ) -> None:
         """Does what `compare` does with presets and experiments, which it has the options of."""
 

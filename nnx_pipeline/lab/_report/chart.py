@@ -95,7 +95,9 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
     if drawn == judged:
         return words
     by_bars = outcome.verdict_by(drawn)
-    known = "which is not known" if by_bars == NOT_APPLICABLE else by_bars
+    known = (
+        "which is not known" if by_bars == NOT_APPLICABLE else outcome.question.in_words(by_bars)
+    )
     return f"{words}; the bars are {NAMES[drawn]}: {known}"
 
 

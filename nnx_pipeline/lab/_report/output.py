@@ -19,12 +19,13 @@ WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 def check_outputs(**paths: str | None) -> None:
     """Raises InputError, before any work is done, unless each output can be written.
 
-    `-` is for `json` alone, and no two options may name the same file.
+    `-` is for `json` and `markdown`, and no two options may name the same file.
     """
     files = {f"--{name}": path for name, path in paths.items() if path is not None}
     for option, path in files.items():
-        if path == "-" and option != "--json":
-            raise InputError(f"{option} -: only JSON goes to standard output; name a file")
+        if path == "-" and option not in ("--json", "--markdown"):
+            texts = "JSON and Markdown go" if "markdown" in paths else "JSON goes"
+            raise InputError(f"{option} -: only {texts} to standard output; name a file")
         check_writable(path, option)
         same = [o for o, p in files.items() if Path(p).resolve() == Path(path).resolve()]
         is_device = Path(path).exists() and not Path(path).is_file()

@@ -45,15 +45,15 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     for other, rows in outside_the_heap(attribution).items():
         tables.append(Columns([*number_columns("MB", "×"), *_WHAT], title=other))
         _fill(tables[-1], rows, top)
-    roles = [(role, _size(n), _share(n, heap)) for role, n in attribution.by_role().items()]
-    by_role = small_table("by role", ("role", "MB", "share"), roles, [("heap", _size(heap), "")])
+    roles = [(role, sized(n), _share(n, heap)) for role, n in attribution.by_role().items()]
+    by_role = small_table("by role", ("role", "MB", "share"), roles, [("heap", sized(heap), "")])
     parts: list[RenderableType] = [Text(title, style="bold"), *tables, by_role]
     if attribution.temp_bytes is not None:
         sums = [
-            ("heap", _size(heap)),
-            *((row.name, _signed(row.bytes)) for row in attribution.other),
+            ("heap", sized(heap)),
+            *((row.name, signed(row.bytes)) for row in attribution.other),
         ]
-        temp = [("temp", _size(attribution.temp_bytes))]
+        temp = [("temp", sized(attribution.temp_bytes))]
         parts.append(small_table("heap to temp", ("", ""), sums, temp))
     return Group(*parts, _peak(attribution))
 
@@ -62,9 +62,9 @@ def difference_view(title: str, changes: Sequence[BufferDifference], *, top: int
     table = Columns([*number_columns("a MB", "b MB", "b − a"), *_WHAT], title=title)
     for change in changes[:top]:
         row = difference_row(change)
-        table.add_row(_size(change.a_bytes), _size(change.b_bytes), _signed(row.bytes), *_what(row))
+        table.add_row(sized(change.a_bytes), sized(change.b_bytes), signed(row.bytes), *_what(row))
     if rest := changes[top:]:
-        table.add_row("", "", _signed(sum(row.change for row in rest)), f"{len(rest)} more")
+        table.add_row("", "", signed(sum(row.change for row in rest)), f"{len(rest)} more")
     return table
 
 
@@ -72,7 +72,7 @@ def _fill(table: Columns, rows: Sequence[BufferRow], top: int, heap: int | None 
     def add(some: Iterable[BufferRow], count: str, *what: str) -> None:
         size = sum(row.bytes for row in some)
         shares = [] if heap is None else [_share(size, heap)]
-        table.add_row(_size(size), *shares, count, *what)
+        table.add_row(sized(size), *shares, count, *what)
 
     for row in rows[:top]:
         add([row], str(row.count) if row.count > 1 else "", *_what(row))
@@ -105,11 +105,11 @@ def _without_source(attribution: Attribution) -> str:
     return f"; without one: {', '.join(parts)}" if parts else ""
 
 
-def _signed(size: int) -> str:
-    return f"{'+' if size >= 0 else '−'}{_size(abs(size))}"
+def signed(size: int) -> str:
+    return f"{'+' if size >= 0 else '−'}{sized(abs(size))}"
 
 
-def _size(size: int) -> str:
+def sized(size: int) -> str:
     return megabytes(size) if size >= 1e6 or size == 0 else f"{size / 1e6:.3f}"
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import small_table, texts
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.output import show
 from nnx_pipeline.lab._report.program_tables import difference_view, floor_view, time_table
 from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.figures import DASH, TRITON, megabytes
@@ -210,7 +210,6 @@ def show_measurements(
     for other in results[1:]:
         differs = other.memory != results[0].memory
         show(view(other) if differs else figures.same_memory(other.platform), json_path=json_path)
-    emit_json(json_path, with_other_gemm([result.to_json() for result in results]))
 
 
 def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
@@ -222,9 +221,6 @@ def show_outcomes(
     title: str, by_gemm: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
     """Shows the outcomes once, or with Triton's and with a library's matrix products."""
-    result: dict[str, object] = {"schema": 1, "platform": platform}
-    for key, outcomes in zip(("experiments", "experiments_cublas"), by_gemm, strict=False):
-        result[key] = [outcome.to_json() for outcome in outcomes]
     both = len(by_gemm) > 1
     named = f"{title}, matrix products by {TRITON}" if both else title
     show(outcomes_view(named, by_gemm[0], hint=not both), json_path=json_path)
@@ -236,7 +232,13 @@ def show_outcomes(
         named = f"{title}, matrix products by {figures.library(platform)}, where that differs"
         view = outcomes_view(named, differing, hint=False)
         show(view if differing else figures.same_memory(platform), json_path=json_path)
-    emit_json(json_path, result)
+
+
+def outcomes_json(by_gemm: Sequence[Sequence[Outcome]], platform: str) -> dict[str, object]:
+    result: dict[str, object] = {"schema": 1, "platform": platform}
+    for key, outcomes in zip(("experiments", "experiments_cublas"), by_gemm, strict=False):
+        result[key] = [outcome.to_json() for outcome in outcomes]
+    return result
 
 
 def _products(measurement: Measurement) -> str:

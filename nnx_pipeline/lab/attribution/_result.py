@@ -68,6 +68,11 @@ class Side:
     role: str
     caller: str | None = None
 
+    @property
+    def places(self) -> list[str]:
+        """The line and that of its caller, as far as they are known."""
+        return [place for place in (self.source, self.caller) if place]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferDifference(Side):

@@ -14,6 +14,8 @@ Kind = Literal["step", "init", "trace"]
 
 NOT_APPLICABLE = "not applicable"
 NO_EFFECT = 0.01  # a relative difference below this is no effect
+# What people read in the place of a verdict where nobody claimed that arm b needs less.
+UNCLAIMED = {"holds": "less memory", "no effect": "same memory", "opposite": "more memory"}
 NAMES: dict[Quantity, str] = {
     "temp": "temp",
     "heap": "the heap",
@@ -41,6 +43,10 @@ class Question:
     kind: Kind = "step"
     judged_by: Quantity = "temp"
     same_program: str = ""
+
+    def in_words(self, verdict: str) -> str:
+        """A verdict as people read it: `opposite` is `more memory` where nothing was claimed."""
+        return verdict if self.claim else UNCLAIMED.get(verdict, verdict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +182,7 @@ def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     for quantity in others:
         said.setdefault(outcome.verdict_by(quantity), []).append(NAMES[quantity])
     return [
-        f"by {' and '.join(names)}: {other}"
+        f"by {' and '.join(names)}: {outcome.question.in_words(other)}"
         for other, names in said.items()
         if other not in (verdict, NOT_APPLICABLE)
     ]

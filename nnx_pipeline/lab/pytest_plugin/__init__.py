@@ -13,12 +13,14 @@ import pytest
 
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
+from nnx_pipeline.lab.pytest_plugin import _limits as limits
 from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Key, Results, SessionBudgets
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
 
 UPDATE = "--update-memory-budgets"
+STRICT = "--memory-strict"  # pytest has a `--strict` of its own
 TOLERANCE = "memory_budget_tolerance"
 RESULTS = pytest.StashKey[Results]()
 SESSION = pytest.StashKey[SessionBudgets]()
@@ -31,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"Write the figures of passing tests to {budgets.FILE} instead of comparing them.",
     )
+    group.addoption(
+        STRICT,
+        action="store_true",
+        help="Fail a test, and do not skip it, where the compiler is missing or has no budget.",
+    )
     parser.addini(
         TOLERANCE,
         "The share by which a memory budget may be exceeded, such as 0.01 for 1 %.",
@@ -39,12 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", limits.ABOUT)
     path = config.rootpath / budgets.FILE
     try:
         config.stash[SESSION] = SessionBudgets(
             path=path,
             budgets=budgets.read_budgets(path),
             update=config.getoption(UPDATE),
+            strict=config.getoption(STRICT),
             tolerance=_share(config.getini(TOLERANCE)),
             # `--lf` leaves out tests without telling.
             selected=any("::" in arg for arg in config.args) or bool(config.getoption("lf", False)),
@@ -77,8 +86,26 @@ def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
     """
     from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
 
-    results = request.node.stash.setdefault(RESULTS, Results())
-    return CompileMemory(id_of_test(request.node), request.config.stash[SESSION], results)
+    node = request.node
+    results = node.stash.setdefault(RESULTS, Results())
+    results.unused = limits.marked_budgets(node.iter_markers(limits.MARKER))
+    return CompileMemory(id_of_test(node), request.config.stash[SESSION], results)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Fails a test whose `memory_budget` nothing was compared with."""
+    done = yield
+    results = pyfuncitem.stash.get(RESULTS, None)
+    marked = limits.marked_budgets(pyfuncitem.iter_markers(limits.MARKER))
+    for one in results.unused if results else marked:
+        on = f" for {one.platform}" if one.platform else ""
+        pytest.fail(
+            f"@{limits.MARKER} limits nothing: the test compiles nothing{on}; call the fixture "
+            "compile_memory, or remove the marker",
+            pytrace=False,
+        )
+    return done
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,6 +118,11 @@ def pytest_runtest_makereport(
     # The message of MemoryExceeded has the figures already. The class is compared by name, because
     # importing it would import JAX.
     shown = call.excinfo is not None and type(call.excinfo.value).__name__ == "MemoryExceeded"
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if shown and call.excinfo and crash:
+        # What the short summary has, which pytest cuts off at the width of the terminal: the class
+        # with its module would leave no room for the figures.
+        crash.message = str(call.excinfo.value).partition("\n")[0]
     if report.failed and not shown:
         report.sections += [("compile memory", text) for text in results.descriptions]
     measured = results if report.when == "call" else Results()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.pytest_plugin._limits import MarkedBudget
 
 FILE = "memory-budgets.toml"
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
@@ -73,6 +74,38 @@ class Change(NamedTuple):
             f"{name} {number(self.measured)} {unit} is {number(abs(difference))}{share} {side} "
             f"its budget of {number(self.budget)}"
         )
+
+
+_UNITS = {
+    "bytes": (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1)),
+    "seconds": (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)),
+}
+
+
+def in_short(exceeded: Mapping[str, tuple[float | None, float]], what: str) -> str:
+    """The figure that exceeds its limit most, such as `heap 26.4 MB, budget 24.0 MB (+10.0%)`.
+
+    - `exceeded`: the measured figure, None if it is not known, and the limit.
+    - `what`: what the limit is called.
+    """
+    figure, (value, limit) = max(exceeded.items(), key=lambda item: _excess(*item[1]))
+    name, _, kind = figure.rpartition("_")
+    units = _UNITS.get(kind, ((kind, 1),))
+    largest = max(value or 0, limit)
+    unit, size = next((one for one in units if largest >= one[1]), units[-1])
+    name = name or figure
+    if value is None:
+        return f"{name} not known, {what} {limit / size:,.1f} {unit}"
+    for digits in (0,) if size == 1 else (1, 2, 3, 6):
+        before, after = (f"{number / size:,.{digits}f} {unit}" for number in (limit, value))
+        if before != after:
+            break
+    share = f" ({value / limit - 1:+.1%})" if limit else ""
+    return f"{name} {after}, {what} {before}{share}"
+
+
+def _excess(value: float | None, limit: float) -> float:
+    return math.inf if value is None or not limit else value / limit
 
 
 def in_words(figures: Figures) -> str:
@@ -235,6 +268,7 @@ class Results:
     descriptions: list[str] = field(default_factory=list)
     requested: dict[Key, Figures] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
+    unused: list[MarkedBudget] = field(default_factory=list)  # nothing was compared with them yet
 
 
 @dataclass
@@ -244,6 +278,7 @@ class SessionBudgets:
     path: Path
     budgets: Budgets
     update: bool
+    strict: bool  # what would be skipped fails
     tolerance: float
     selected: bool = False  # tests were left out: one that did not run may still exist
     collected: int = 0

@@ -7,10 +7,17 @@ from numbers import Real
 
 from nnx_pipeline.lab._report.program_tables import rows_by_line, seconds_of
 from nnx_pipeline.lab._report.view.buffers import grouped, short_line, short_operation
-from nnx_pipeline.lab._report.view.figures import compiler, estimated, megabytes, milliseconds
+from nnx_pipeline.lab._report.view.figures import (
+    compiler,
+    estimated,
+    megabytes,
+    milliseconds,
+    subject_of,
+)
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError, counted, nearest, printable
+from nnx_pipeline.lab.pytest_plugin._budgets import in_short
 
 TOP = 8  # rows of buffers, or of lines of source, in a message
 SMALL = 0.01  # of the heap; a message leaves out smaller buffers
@@ -120,7 +127,7 @@ class CompiledMemory:
 
     def __repr__(self) -> str:
         """A short text, since pytest shows it beside each figure of an assertion."""
-        return f"<{_subject(self.measurement)} on {self.measurement.platform}>"
+        return f"<{subject_of(self.measurement)} on {self.measurement.platform}>"
 
     def assert_at_most(self, **limits: float) -> None:
         """Asserts that each of the given figures is at most its limit.
@@ -135,6 +142,7 @@ class CompiledMemory:
         if not limits:
             raise InputError("assert_at_most() has no limit; give one, such as temp_bytes=10**8")
         too_large: dict[str, str] = {}
+        exceeded: dict[str, tuple[float | None, float]] = {}
         for name, limit in limits.items():
             if name not in _LIMITED:
                 raise InputError(f"{name}= is not a known figure; {nearest(name, _LIMITED)}")
@@ -142,6 +150,8 @@ class CompiledMemory:
                 raise InputError(f"{name}={limit!r} is not a limit; give bytes, FLOPs or seconds")
             value = getattr(self, name)
             shown = _number(limit)
+            if value is None or value > limit:
+                exceeded[name] = value, limit
             if value is None:
                 too_large[name] = f"{name}: there is no figure here, and the limit is {shown}"
             elif value > limit:
@@ -153,8 +163,8 @@ class CompiledMemory:
                     f"limit of {shown}"
                 )
         if too_large:
-            described = self.description(too_large)
-            raise MemoryExceeded("\n".join([*too_large.values(), "", described]))
+            lines = [in_short(exceeded, "limit"), *too_large.values(), ""]
+            raise MemoryExceeded("\n".join([*lines, self.description(too_large)]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
         """Asserts that temp, heap, peak, account and the estimated step keep the test's budget.
@@ -189,7 +199,7 @@ class CompiledMemory:
         shown = ("temp", "heap", "peak", "argument", "output", "constant", "account")
         sizes = (f"{name} {megabytes(getattr(memory, f'{name}_bytes'))}" for name in shown)
         lines = [
-            f"{_subject(self.measurement)} on {compiler(self.measurement)}",
+            f"{subject_of(self.measurement)} on {compiler(self.measurement)}",
             f"MB per device: {', '.join(sizes)}",
             *_estimated(self.measurement),
             *(_longest_lines(self.measurement) if timed else ()),
@@ -205,12 +215,6 @@ _LIMITED = tuple(
     for name, value in vars(CompiledMemory).items()
     if isinstance(value, property) and name != "collectives"
 )
-
-
-def _subject(measurement: Measurement) -> str:
-    name = measurement.config.get("function", "training step")
-    mesh = ",".join(f"{axis}={size}" for axis, size in measurement.mesh.items() if size > 1)
-    return f"{name} ({mesh})" if mesh else name
 
 
 def _number(value: float) -> str:

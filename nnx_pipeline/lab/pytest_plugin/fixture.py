@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
@@ -29,6 +30,12 @@ class CompileMemory:
 
     def __init__(self, test: str, session: SessionBudgets, results: Results) -> None:
         self._test, self._session, self._results = test, session, results
+        self._marked = [
+            replace(one, platform=str(Platform.parse(one.platform)) if one.platform else "")
+            for one in results.unused
+        ]
+        results.unused = self._marked.copy()
+        self._platform = next((one.platform for one in self._marked if one.platform), "")
 
     def __call__(
         self,
@@ -36,14 +43,15 @@ class CompileMemory:
         args: tuple[object, ...] = (),
         *,
         mesh: AnyMesh = None,
-        platform: Platform | str = "cpu",
+        platform: Platform | str | None = None,
     ) -> CompiledMemory:
         """Compiles a function as `lab.measure` does, and returns figures with assertions on them.
 
         - `function`: the function, jitted or not.
         - `args`: a tuple of pytrees of arrays or `jax.ShapeDtypeStruct`.
         - `mesh`: a JAX mesh of any devices, or a text such as `data=2,fsdp=4`; None for one device.
-        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
+        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`; None for that of the marker
+          `memory_budget`, or else `cpu`.
 
         Raises InputError when these do not fit together, and MemoryExceeded for a program that the
         compiler refuses as too large; skips the test where the compiler is not installed.
@@ -53,10 +61,11 @@ class CompileMemory:
             raise InputError(
                 f"args= is a {type(args).__name__}; give a tuple of the arguments, such as (x,)"
             )
-        return self._measured(lambda: measure(function, *args, mesh=mesh, platform=platform))
+        target = self._target(platform)
+        return self._measured(lambda: measure(function, *args, mesh=mesh, platform=target))
 
     def step(
-        self, config: object, mesh: MeshConfig | str, platform: Platform | str = "cpu"
+        self, config: object, mesh: MeshConfig | str, platform: Platform | str | None = None
     ) -> CompiledMemory:
         """Compiles one training step of a model with a config: forward, backward and optimizer.
 
@@ -67,22 +76,36 @@ class CompileMemory:
         """
         __tracebackhide__ = True
         grid = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
-        target = Platform.parse(platform) if isinstance(platform, str) else platform
+        target = self._target(platform)
         return self._measured(lambda: presets().measure_step(config, grid, target))
+
+    def _target(self, platform: Platform | str | None) -> Platform:
+        named = platform or self._platform or "cpu"
+        return Platform.parse(named) if isinstance(named, str) else named
 
     def _measured(self, measured: Callable[[], Measurement]) -> CompiledMemory:
         __tracebackhide__ = True
         try:
             result = CompiledMemory(measured(), self._compare)
         except MissingCompiler as error:
-            pytest.skip(str(error))
+            self._skip(str(error))
         except InputError as error:
             # The message says what the test gave wrong; the frames inside this package do not help.
             raise error.with_traceback(None) from error.__cause__
         self._results.descriptions.append(result.description())
         if result.measurement.is_refused:  # a note of the description says so
-            raise MemoryExceeded(result.description())
+            raise MemoryExceeded(f"does not fit on a device\n{result.description()}")
+        for marked in self._marked:
+            if marked.platform in ("", result.measurement.platform):
+                self._results.unused = [one for one in self._results.unused if one != marked]
+                result.assert_at_most(**marked.limits)
         return result
+
+    def _skip(self, why: str) -> NoReturn:
+        __tracebackhide__ = True
+        if self._session.strict:
+            pytest.fail(f"{why} (not skipped, by --memory-strict)", pytrace=False)
+        pytest.skip(why)
 
     def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:
         __tracebackhide__ = True
@@ -102,14 +125,17 @@ class CompileMemory:
         if budget is None:
             cure = f"record one: pytest --update-memory-budgets '{key.test}'"
             if others := "; ".join(budgets.same_elsewhere(session.budgets, key)):
-                pytest.skip(f"{key} has a budget for {others}, and this is {compiler}; {cure}")
+                self._skip(f"{key} has a budget for {others}, and this is {compiler}; {cure}")
             pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)
         share = session.tolerance if tolerance is None else tolerance
         exceeded = budgets.above(figures, budget, share)
         if exceeded:
             cure = f"If that is intended: pytest --update-memory-budgets '{self._test}'"
+            short = budgets.in_short(
+                {it.figure: (it.measured, it.budget) for it in exceeded}, "budget"
+            )
             described = result.description([change.figure for change in exceeded])
-            raise MemoryExceeded("\n".join([*map(str, exceeded), "", described, "", cure]))
+            raise MemoryExceeded("\n".join([short, *map(str, exceeded), "", described, "", cure]))
         self._results.hints += [
             f"{key}: {change}; pytest --update-memory-budgets lowers it"
             for change in budgets.below(figures, budget, share)

@@ -119,6 +119,13 @@ def compiler(measurement: Measurement) -> str:
     return f"{measurement.platform} ({versions})"
 
 
+def subject_of(measurement: Measurement) -> str:
+    """What was compiled, with its mesh: `my_model:step (data=8)`, or `training step`."""
+    name = measurement.config.get("function", "training step")
+    mesh = ",".join(f"{axis}={size}" for axis, size in measurement.mesh.items() if size > 1)
+    return f"{name} ({mesh})" if mesh else name
+
+
 def account_rows(measurement: Measurement) -> dict[str, int | None]:
     """The parts of the account, then their sum; an indented part is within the one above."""
     account = measurement.account
@@ -131,8 +138,8 @@ def account_rows(measurement: Measurement) -> dict[str, int | None]:
 
 
 def verdict_words(outcome: Outcome) -> str:
-    """The verdict with the figure that it is about, such as `holds by temp`."""
-    words = outcome.verdict
+    """The verdict with its figure, such as `holds by temp` or `less memory by the account`."""
+    words = outcome.question.in_words(outcome.verdict)
     if words != NOT_APPLICABLE:
         words += f" by {NAMES[outcome.question.judged_by]}"
     return f"{words}, failed" if outcome.failed else words

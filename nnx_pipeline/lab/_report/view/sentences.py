@@ -34,13 +34,16 @@ def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
 
 
 def _sentence(outcome: Outcome) -> str:
-    """Such as: with chunked, the account falls from 534.2 to 431.6 MB (−19.2 %)."""
     a, b = outcome.question.labels
+    return f"{outcome.question.name}: from {a} to {b} {changes_of(outcome)}."
+
+
+def changes_of(outcome: Outcome) -> str:
+    """Such as `the account falls from 534.2 to 431.6 MB (−19.2%)`, and what becomes of the step."""
     parts = [_change("the account", outcome, _needed, _as_memory)]
     if outcome.a and outcome.b and outcome.a.time and outcome.b.time:
         parts.append(_change_of_step(outcome))
-    name = outcome.question.name
-    return f"{name}: from {a} to {b} {' and '.join(filter(None, parts))}."
+    return " and ".join(parts)
 
 
 def _change_of_step(outcome: Outcome) -> str:

@@ -29,6 +29,7 @@ VERDICTS = {
     "the claim says.",
     "no effect": "The arms differ by less than 1 %.",
     "opposite": "Arm b needs at least 1 % more.",
+    "less, same, more memory": "The same where nobody claimed anything of two programs.",
     "b/a": "The figure of arm b divided by that of arm a.",
     "same numbers": "How far apart losses and gradients of the arms are, computed on CPU devices "
     "at a small size: the largest difference, or none to the bit.",
