@@ -19,7 +19,7 @@ from nnx_pipeline.lab.compile._places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, described
-from nnx_pipeline.lab.mesh import MeshConfig, entry_axes
+from nnx_pipeline.lab.mesh import Axes, entry_axes
 
 
 class _Target(NamedTuple):
@@ -44,8 +44,8 @@ def measure(
       `jax.sharding.NamedSharding` over the axes of `mesh`. A leaf without a sharding is whole on
       every device, and one of the memory kind `pinned_host` is in host memory.
     - `mesh`: a JAX mesh of any devices, which those of the platform replace, or a text such as
-      `data=2,fsdp=4` (axes in auto mode); None for a program on one device. Constraints in the
-      function must name axes (`P("data")`) rather than a mesh of their own.
+      `dp=2,tp=4` (axes in auto mode) or `explicit:dp=2,tp=4`; None for a program on one device.
+      Constraints in the function must name axes (`P("dp")`) rather than a mesh of their own.
     - `platform`: what to compile for, such as `tpu:v5p:2x2x2`, or with settings of the compiler
       `Platform.parse("tpu:v5p:2x2x2", "xla_tpu_scoped_vmem_limit_kib=65536")`.
     - `progress`: called with a text when a phase begins.
@@ -154,7 +154,7 @@ def compare(
 
 def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:
     target = _platform(platform)
-    needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    needed = Axes.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
     return _Target(target, mesh_on(needed, devices), devices[0])

@@ -14,7 +14,7 @@ from nnx_pipeline.lab._cli.options import bundled, config_options
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.values import Chosen
 from nnx_pipeline.lab.errors import InputError, nearest, note
-from nnx_pipeline.lab.mesh import MeshConfig
+from nnx_pipeline.lab.mesh import Axes, MeshConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,7 +29,9 @@ class GivenArguments:
     inputs: str | None
     arguments: tuple[str, ...]
 
-    def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
+    def on(
+        self, config: MeshConfig | Axes, platform: Platform
+    ) -> tuple[Mesh | None, tuple[Any, ...]]:
         """The mesh over the devices of a platform, and the arguments, sharded as they say."""
         import jax
 
@@ -70,14 +72,15 @@ class Subject:
     assignments: tuple[str, ...]
     inputs: GivenArguments
     config: Any
+    mesh: MeshConfig | Axes  # Axes for a function
 
     def words(self) -> list[str]:
         return [self.name, *(word for text in self.assignments for word in ("--set", text))]
 
-    def title(self, mesh: MeshConfig) -> str:
-        if self.config is None:
-            return f"{self.name} on {mesh}"
-        return presets().title(self.name, self.config, mesh)
+    def title(self) -> str:
+        if isinstance(self.mesh, MeshConfig):
+            return presets().title(self.name, self.config, self.mesh)
+        return f"{self.name} on {self.mesh}"
 
 
 def is_function(name: str) -> bool:
@@ -85,9 +88,10 @@ def is_function(name: str) -> bool:
 
 
 def subject_of(
-    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: MeshConfig
+    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: str, dcn: str = ""
 ) -> Subject:
-    """What to measure, by `name` or by `--model`; raises InputError for options without use."""
+    """What to measure, by `name` or by `--model`, with the mesh of `--mesh` and `--dcn`; raises
+    InputError for options without use."""
     if (name is None) == (chosen.model is None):
         count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
         raise InputError(f"give one thing to measure: {WHAT}; {count} given")
@@ -97,7 +101,7 @@ def subject_of(
             raise InputError(
                 f"--set {chosen.assignments[0]} needs a preset: a function has no config"
             )
-        return Subject(name, (), inputs, None)
+        return Subject(name, (), inputs, None, Axes.parse(mesh, dcn=dcn))
     if inputs.inputs or inputs.arguments:
         raise InputError(f"--inputs and --arg are for a function; leave them out with {named}")
     offered = presets()
@@ -105,8 +109,9 @@ def subject_of(
     if named not in known:
         raise InputError(f"{named!r} is not {WHAT}; of the presets {nearest(named, known)}")
     config = offered.config_of(named, chosen.assignments)
-    offered.check(config, mesh)
-    return Subject(named, chosen.assignments, inputs, config)
+    mesh_config = MeshConfig.parse(mesh, dcn=dcn)
+    offered.check(config, mesh_config)
+    return Subject(named, chosen.assignments, inputs, config, mesh_config)
 
 
 def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
