@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
-from nnx_pipeline.lab._tracing.nnx_state import name_of, settings_of, without_repeats
+from nnx_pipeline.lab._tracing.nnx_state import is_traced, name_of, without_repeats
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -75,7 +75,7 @@ def _measured(
                 {
                     "function": name_of(function),
                     "arguments": _shapes((abstract, keywords)),
-                    **({"bound": bound} if (bound := settings_of(function)) else {}),
+                    **({"bound": call.settings} if call.settings else {}),
                 },
             )
         result = lowered.measure()
@@ -214,9 +214,7 @@ def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -
 def _shapes(arguments: object) -> list[str]:
     """As `--arg` takes them, such as `float32[8@data,128]`."""
     return [
-        _shape(leaf)
-        for leaf in jax.tree.leaves(without_repeats(arguments)[0])
-        if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
+        _shape(leaf) for leaf in jax.tree.leaves(without_repeats(arguments)[0]) if is_traced(leaf)
     ]
 
 

@@ -35,7 +35,7 @@ class GivenArguments:
         """The mesh over the devices of a platform, and the arguments, sharded as they say."""
         import jax
 
-        from nnx_pipeline.lab.compile._functions import arguments_of
+        from nnx_pipeline.lab.compile._arguments import arguments_of
         from nnx_pipeline.lab.compile._places import mesh_on
 
         on_cpu = self.inputs is not None and not platform.is_real

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -104,9 +104,9 @@ class _Static:
 
 class Threaded:
     """A function that returns its result and the NNX state that it changes in place. Call it with
-    what `take` returns. With `static`, what is no array is not traced."""
+    what `take` returns. The leaves with an `id` among `static` are not traced."""
 
-    def __init__(self, function: Callable[..., object], *, static: bool) -> None:
+    def __init__(self, function: Callable[..., object], *, static: Container[int]) -> None:
         self.__name__ = type(function).__name__
         functools.update_wrapper(self, function, updated=())
         self.function, self._static = function, static
@@ -120,7 +120,7 @@ class Threaded:
         once, self._restored = without_repeats(given)
         self._counters = set(_leaves_in(given, "RngState"))
         if self._static:
-            once = jax.tree.map(lambda x: x if hasattr(x, "shape") else _Static(x), once)
+            once = jax.tree.map(lambda x: _Static(x) if id(x) in self._static else x, once)
         return once
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -130,6 +130,8 @@ class Threaded:
         before = arrays_of_state(given)
         with _changed_copies(given) as copies:
             result, _ = without_repeats(self.function(*given[0], **given[1]))
+        # A module that is returned may have functions and texts, as it has where it is given.
+        result = jax.tree.map(lambda leaf: leaf if is_traced(leaf) else None, result)
         seen = {id(leaf) for leaf in jax.tree.leaves(result)}
         changed = {}
         for path, leaf in arrays_of_state(given).items():
@@ -185,6 +187,16 @@ class Threaded:
                 f"{name_of(self.function)} changes {', '.join(dropped[:3])} of its arguments in "
                 "place, which jax.jit drops; use nnx.jit, or return the new state"
             )
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf has shape and dtype, which classes such as `numpy.float32` seem to have."""
+    return isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype")
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether `jax.jit` takes a leaf: an array or a number."""
+    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
 def _shown(leaf: object) -> object:
