@@ -44,10 +44,12 @@ class Keywords(dict[str, object]):
         self.instead = instead
 
 
+def _flat(named: Keywords) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(jax.tree_util.DictKey(name), one) for name, one in named.items()], tuple(named)
+
+
 jax.tree_util.register_pytree_with_keys(
-    Keywords,
-    lambda named: ([(jax.tree_util.DictKey(one), named[one]) for one in named], tuple(named)),
-    lambda names, values: Keywords(dict(zip(names, values, strict=True))),
+    Keywords, _flat, lambda names, values: Keywords(dict(zip(names, values, strict=True)))
 )
 
 
