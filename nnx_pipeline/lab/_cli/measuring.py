@@ -13,10 +13,9 @@ from nnx_pipeline.lab._cli.values import Costing, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
-from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
+from nnx_pipeline.lab._report.view.figures import same_memory
+from nnx_pipeline.lab._report.view.remarks import ADVICE
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
@@ -91,17 +90,12 @@ def run_memory(
     results, title = measured(subject, platforms), subject.title()
     attributions = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
-    for result, attribution in zip(results, attributions, strict=True):
+    for result in results:
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
             show(same_memory(result.platform), json_path=outputs.json_path)
             continue
-        by = f", matrix products by {products_by(result)}" if result.gemm else ""
-        named = f"{title}, {compiler(result)}{by}"
-        show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
-        show(report.account_view(result), json_path=outputs.json_path)
-        if result.time or result.unread:
-            show(times_view(result, top=most), json_path=outputs.json_path)
+        show(report.memory_report(title, result, top=most), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {
@@ -117,14 +111,10 @@ def run_memory(
 
 
 def _with_buffers(result: Measurement) -> Attribution:
-    if result.attribution is None:
-        if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
-            raise Failed(unread[0])
-        raise Failed(
-            f"{result.platform} gave no buffer assignment; a program from JAX's persistent "
-            "compilation cache has none: unset jax_compilation_cache_dir"
-        )
-    return result.attribution
+    try:
+        return report.buffers_of(result)
+    except InputError as error:  # nothing that was given on the command line is wrong
+        raise Failed(str(error)) from error
 
 
 def run_compare(
