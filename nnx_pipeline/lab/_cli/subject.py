@@ -52,14 +52,16 @@ inputs_options = bundled(
     click.option(
         "--inputs",
         metavar="MODULE:FUNCTION",
-        help="A function that returns the tuple of abstract arguments, instead of --arg.",
+        help="A function that returns the tuple of abstract arguments, a dict of those that are "
+        "given by name, or both, instead of --arg.",
     ),
     click.option(
         "--arg",
         "arguments",
         multiple=True,
-        metavar="DTYPE[SHAPE]",
-        help="An argument of the function, such as bfloat16[8@data,128]; may be repeated.",
+        metavar="[NAME=]VALUE",
+        help="An argument of the function, in order or by name: an array such as bf16[8@data,128] "
+        "or x=f32[8,128], or a value of Python such as n=4; may be repeated.",
     ),
 )
 
