@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 from nnx_pipeline.lab._lazy import lazy
 
 if TYPE_CHECKING:
-    from nnx_pipeline.lab.api import compare, measure, memory
+    from nnx_pipeline.lab.api import compare, measure
     from nnx_pipeline.lab.comparison.sweep import Sweep
     from nnx_pipeline.lab.compile.platform import Platform
+    from nnx_pipeline.lab.memory_table import memory
 
 __all__ = ["Platform", "Sweep", "compare", "measure", "memory"]
 

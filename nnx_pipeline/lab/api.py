@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import html
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -12,11 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._report.output import as_text
-from nnx_pipeline.lab._report.tables import buffers_of, memory_report
 from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
-from nnx_pipeline.lab._tracing.nnx_state import is_traced, name_of, without_repeats
-from nnx_pipeline.lab.attribution._result import Buffer
+from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -66,7 +61,7 @@ def _measured(
     platform, mesh, device = target
     check_sizes(arguments)
     call = Call.of(function, arguments)
-    abstract, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
+    abstract, keywords = abstract_arguments(call.given, mesh, device)
     call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
@@ -87,51 +82,6 @@ def _measured(
     placement = _placement_notes((abstract, keywords), platform, mesh)
     notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
-
-
-@dataclass(frozen=True)
-class MemoryTable:
-    """What a program holds at its peak: printed, or last in the cell of a notebook, it is the table
-    of `nnx-pipeline memory`.
-
-    - `measurement`: all that is measured of the program.
-    - `top`: how many rows of a table are shown; all others are summed in one more row.
-    """
-
-    measurement: Measurement
-    top: int = 20
-
-    @property
-    def rows(self) -> tuple[Buffer, ...]:
-        """What the heap holds, largest first: bytes, shape, operation, line of source and role."""
-        return buffers_of(self.measurement).buffers
-
-    def __str__(self) -> str:
-        title = f"{self.measurement.config['function']} on {Axes(self.measurement.mesh)}"
-        return as_text(memory_report(title, self.measurement, top=self.top))
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
-
-def memory(
-    function: Callable[..., object],
-    *arguments: object,
-    mesh: AnyMesh = None,
-    platform: Platform | str = "cpu",
-    top: int = 20,
-    progress: Progress = lambda text: None,
-) -> MemoryTable:
-    """Compiles a function and says what it holds at its peak: print the result.
-
-    - `function`, `arguments`, `mesh`, `platform`, `progress`: as for `measure`.
-    - `top`: how many rows of a table are shown.
-
-    Raises InputError as `measure` does, and where the compiler gave no buffer assignment.
-    """
-    measurement = measure(function, *arguments, mesh=mesh, platform=platform, progress=progress)
-    buffers_of(measurement)
-    return MemoryTable(measurement, top)
 
 
 @contextlib.contextmanager
@@ -263,9 +213,8 @@ def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -
 
 def _shapes(arguments: object) -> list[str]:
     """As `--arg` takes them, such as `float32[8@data,128]`."""
-    return [
-        _shape(leaf) for leaf in jax.tree.leaves(without_repeats(arguments)[0]) if is_traced(leaf)
-    ]
+    traced = without_static(without_repeats(arguments)[0], numbers=True)
+    return [_shape(leaf) for leaf in jax.tree.leaves(traced)]
 
 
 def _shape(leaf: object) -> str:

@@ -62,7 +62,6 @@ class Call:
     function: Callable[..., object]
     arguments: tuple[object, ...]  # bound ones first
     keywords: dict[str, object] = field(default_factory=dict)
-    static: frozenset[int] = frozenset()  # the `id` of leaves that are not traced
     bound: int = 0  # how many arguments were bound to the function
     settings: dict[str, object] = field(default_factory=dict)  # what is given by name, but arrays
 
@@ -92,8 +91,7 @@ class Call:
             named = {name: one for name, one in named.items() if name not in constants}
             keywords = {name: one for name, one in keywords.items() if _is_abstract(one)}
         given, all_named = _by_name(inner, (*bound, *arguments), {**keywords, **named})
-        static = _static_leaves((given, all_named), numbers=_lowers(inner))
-        return cls(inner, given, all_named, static, len(bound) + len(keywords), settings)
+        return cls(inner, given, all_named, len(bound) + len(keywords), settings)
 
     @property
     def given(self) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -137,7 +135,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
     effect. Raises InputError as `trace` does."""
     jitted = hasattr(call.function, "trace")
     own = vars(call.function)["__wrapped__"] if jitted else call.function
-    used = nnx_state.Threaded(own, static=call.static)
+    used = nnx_state.Threaded(own, numbers=not _lowers(call.function))
     treedef: object
     leaves, treedef = jax.tree.flatten(used.take(call.given))
 
@@ -168,7 +166,7 @@ def _trace_jitted(call: Call) -> Traced:
 
 def _trace_plain(call: Call) -> Traced:
     # A function that another library jitted goes here too.
-    used = nnx_state.Threaded(call.function, static=call.static)
+    used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))
     arguments, keywords = used.take(call.given)
     donated: list[int | str] = []
     if lowers := _lowers(call.function):
@@ -190,7 +188,7 @@ def _changes_of(call: Call) -> dict[str, str]:
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not nnx_state.arrays_of_state(call.given):
         return {}
-    used = nnx_state.Threaded(inner, static=call.static)
+    used = nnx_state.Threaded(inner, numbers=False)
     arguments, keywords = used.take(call.given)
     program = jax.make_jaxpr(used)(*arguments, **keywords)
     used.refuse_lost(program)
@@ -318,13 +316,6 @@ def _takes(
     except TypeError:
         return False
     return True
-
-
-def _static_leaves(given: object, *, numbers: bool) -> frozenset[int]:
-    """The `id` of the leaves that are no arrays and, unless `numbers` are to be static, no numbers.
-    JAX traces what a function without jit is given as numbers."""
-    is_traced = nnx_state.is_array if numbers else nnx_state.is_traced
-    return frozenset(id(leaf) for leaf in jax.tree.leaves(given) if not is_traced(leaf))
 
 
 def _is_partial(function: object) -> bool:

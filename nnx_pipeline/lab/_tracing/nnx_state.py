@@ -5,7 +5,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,14 +102,27 @@ class _Static:
     value: object
 
 
+def without_static(tree: Tree, *, numbers: bool) -> Tree:
+    """The tree with what is no array, and no number where `numbers` are to be traced, out of sight
+    of JAX. In modules of Equinox numbers are settings, which `equinox.filter_jit` does not trace
+    either."""
+
+    def changed(node: Any) -> Any:
+        keep = is_traced if numbers and not _is_equinox(node) else is_array
+        return jax.tree.map(lambda leaf: leaf if keep(leaf) else _Static(leaf), node)
+
+    found: Tree = jax.tree.map(changed, tree, is_leaf=_is_equinox)
+    return found
+
+
 class Threaded:
     """A function that returns its result and the NNX state that it changes in place. Call it with
-    what `take` returns. The leaves with an `id` among `static` are not traced."""
+    what `take` returns. What `without_static` takes away is not traced."""
 
-    def __init__(self, function: Callable[..., object], *, static: Container[int]) -> None:
+    def __init__(self, function: Callable[..., object], *, numbers: bool) -> None:
         self.__name__ = type(function).__name__
         functools.update_wrapper(self, function, updated=())
-        self.function, self._static = function, static
+        self.function, self._numbers = function, numbers
         self.results: dict[str, str] = {}
         self.changed: dict[str, str] = {}
         self.lost: dict[str, str] = {}
@@ -119,14 +132,10 @@ class Threaded:
         """The arguments and keywords to call this with, which have each variable only once."""
         once, self._restored = without_repeats(given)
         self._counters = set(_leaves_in(given, "RngState"))
-        if self._static:
-            once = jax.tree.map(lambda x: _Static(x) if id(x) in self._static else x, once)
-        return once
+        return without_static(once, numbers=self._numbers)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        given = self._restored((arguments, keywords))
-        if self._static:
-            given = jax.tree.map(_shown, given, is_leaf=lambda x: isinstance(x, _Static))
+        given = self._restored(_with_static((arguments, keywords)))
         before = arrays_of_state(given)
         with _changed_copies(given) as copies:
             result, _ = without_repeats(self.function(*given[0], **given[1]))
@@ -189,6 +198,11 @@ class Threaded:
             )
 
 
+def _is_equinox(node: object) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(node, equinox.Module)
+
+
 def is_array(leaf: object) -> bool:
     """Whether a leaf has shape and dtype, which classes such as `numpy.float32` seem to have."""
     return isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype")
@@ -199,8 +213,12 @@ def is_traced(leaf: object) -> bool:
     return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
-def _shown(leaf: object) -> object:
-    return leaf.value if isinstance(leaf, _Static) else leaf
+def _with_static(tree: Tree) -> Tree:
+    def shown(leaf: object) -> object:
+        return leaf.value if isinstance(leaf, _Static) else leaf
+
+    found: Tree = jax.tree.map(shown, tree, is_leaf=lambda leaf: isinstance(leaf, _Static))
+    return found
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -115,7 +115,7 @@ def called_with(call: Call) -> Iterator[None]:
         if "ShapeDtypeStruct" in str(error):  # of Python or JAX, where an array is needed
             raise InputError(f"{name} {CAPTURED} ({described(error)})") from error
         leaves = jax.tree.leaves(call.given)
-        others = [x for x in leaves if id(x) in call.static and not isinstance(x, int | float)]
+        others = [leaf for leaf in leaves if not is_traced(leaf)]
         if "as an abstract array" not in str(error) or not others:  # the words of JAX
             raise
         raise InputError(
@@ -188,7 +188,7 @@ def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
 
 def check_sizes(arguments: object) -> None:
     """Raises InputError for more than `LARGEST` bytes, for a `jax.ShapeDtypeStruct` of a dtype that
-    JAX would narrow, and for a module that contains itself."""
+    JAX would narrow, for a reference, and for a module that contains itself."""
     if holds_itself(arguments):
         raise InputError(
             "an argument is a module that contains itself, which JAX cannot flatten; leave out "
@@ -196,6 +196,11 @@ def check_sizes(arguments: object) -> None:
         )
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if isinstance(leaf, jax.Ref):
+            raise InputError(
+                f"an argument holds a {type(leaf).__name__}, which can change; give an array, or "
+                "make the reference in the function"
+            )
         if not is_array(leaf):
             continue
         size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
@@ -211,17 +216,12 @@ def check_sizes(arguments: object) -> None:
                 )
 
 
-def abstract_arguments(
-    arguments: Tree, mesh: Mesh | None, device: jax.Device, *, static: Container[int] = ()
-) -> Tree:
-    """Pytrees of arrays as shapes on `mesh` in the place of their own, or on one device. Numbers
-    and `static` leaves (by `id`) stay as they are, shared variables shared. Raises InputError for
-    other leaves, for axes that the mesh lacks and for memory that the device lacks."""
+def abstract_arguments(arguments: Tree, mesh: Mesh | None, device: jax.Device) -> Tree:
+    """Pytrees of arrays as shapes on `mesh` in the place of their own, or on one device. What is no
+    array stays as it is, shared variables shared. Raises InputError for axes that the mesh lacks
+    and for memory that the device lacks."""
 
     def changed(leaf: Any) -> Any:
-        if id(leaf) in static:
-            return leaf
-        check_array(leaf)
         if not is_array(leaf):
             return leaf
         place, weak = placed_on(leaf, mesh, device), getattr(leaf, "weak_type", False)
@@ -230,12 +230,3 @@ def abstract_arguments(
     # A shared variable is made abstract once, or it would come out as several variables.
     once, restored = without_repeats(arguments)
     return restored(jax.tree.map(changed, once))
-
-
-def check_array(leaf: object) -> None:
-    """Raises InputError for a leaf that is neither an array nor a number, or that can change."""
-    if not is_traced(leaf) or isinstance(leaf, jax.Ref):
-        raise InputError(
-            f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
-            "bind the rest with functools.partial"
-        )
