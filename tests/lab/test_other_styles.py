@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +27,6 @@ TEXT = "f32[16,32]"  # of X
 
 def of_equinox(function: Any, donate: tuple[int, ...]) -> Any:
     """Without the number that `equinox.filter_jit` adds to the results of every function."""
-    import equinox
-
     arrays, static = equinox.partition(styles.equinox_concrete(), equinox.is_array)
 
     def step(*arrays: Any) -> Any:
@@ -141,8 +140,6 @@ def bytes_of(lowered: jax.stages.Lowered) -> dict[str, int]:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_the_figures_are_those_of_jax_by_hand(run: Run, program: str) -> None:
-    if program.startswith("equinox"):
-        pytest.importorskip("equinox")
     name, words, by_hand = PROGRAMS[program]
     ended = run("measure", f"other_styles:{name}", *words, "--platform", "cpu", "--json", "-")
     assert ended.code == 0, ended.err
@@ -325,6 +322,22 @@ def test_a_number_in_order_is_traced_and_one_by_name_is_not() -> None:
     assert lab.measure(repeated, X, Keywords({"n": 3})).memory.argument_bytes == 4 * X.size
     with pytest.raises(InputError, match=r"numbers in order are traced .*; give it by name"):
         lab.measure(repeated, X, 3)
+
+
+class Switched(equinox.Module):
+    weight: Any
+    is_on: bool = True
+    name: str = "relu"
+
+    def __call__(self, x: Any) -> Any:
+        return getattr(jax.nn, self.name)(x @ self.weight) if self.is_on else x
+
+
+def test_numbers_of_an_equinox_module_are_settings_and_those_beside_it_are_not() -> None:
+    model = Switched(jax.ShapeDtypeStruct((32, 32), "float32"))
+    result = lab.measure(lambda model, x, by: model(x) * by, model, X, True)
+    assert result.config["arguments"] == ["float32[32,32]", "float32[16,32]", "bool[]"]
+    assert lint(lambda model, x: model(x), model, X) == []
 
 
 def test_an_array_in_place_of_a_reference() -> None:
