@@ -335,8 +335,8 @@ class Switched(equinox.Module):
 
 def test_numbers_of_an_equinox_module_are_settings_and_those_beside_it_are_not() -> None:
     model = Switched(jax.ShapeDtypeStruct((32, 32), "float32"))
-    result = lab.measure(lambda model, x, by: model(x) * by, model, X, True)
-    assert result.config["arguments"] == ["float32[32,32]", "float32[16,32]", "bool[]"]
+    result = lab.measure(lambda model, x, by: model(x) * by, model, X, 2.0)
+    assert result.config["arguments"] == ["float32[32,32]", "float32[16,32]", "float32[]"]
     assert lint(lambda model, x: model(x), model, X) == []
 
 
