@@ -10,9 +10,8 @@ from nnx_pipeline.lab._cli.outputs import Outputs
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Target
-from nnx_pipeline.lab._files import save_figure
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.sweep import sweep_chart, sweep_view
+from nnx_pipeline.lab._report.sweep import sweep_view
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.errors import InputError
 
@@ -33,13 +32,13 @@ def run_sweep(
     - `chosen`: the preset and its overrides, which must not name a swept field.
     - `target`: the mesh and the platform; figures of one kind of matrix products only.
     - `cache`: where figures are kept and looked up.
-    - `outputs`: where the result goes; a sweep has no page.
+    - `outputs`: where the result goes.
 
     Raises InputError for options that do not go together, and Failed if a program did not compile.
     """
     experiments = choose(names) if names else []
-    if outputs.html_path or target.gemm == "both":
-        raise InputError("--sweep cannot be combined with --html or --gemm both; leave them out")
+    if target.gemm == "both":
+        raise InputError("--sweep cannot be combined with --gemm both; leave it out")
     fields = dict(_parsed(text) for text in texts)
     _check_fields(fields, texts, chosen.assignments)
     config, mesh, platforms = chosen_config(chosen), target.mesh_config, target.platforms()
@@ -60,8 +59,7 @@ def run_sweep(
     title = f"{', '.join(names) or 'training step'} of {chosen.model} on {on}: per device"
     show(sweep_view(title, result), json_path=outputs.json_path)
     emit_json(outputs.json_path, result.to_json())
-    if outputs.chart_path:
-        save_figure(sweep_chart(title, result), outputs.chart_path)
+    outputs.write_sweep(title, result)
     if result.errors:
         raise Failed(f"failed: {'; '.join(result.errors)}")
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.outputs import MemoryOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
@@ -96,7 +96,11 @@ def run_platforms(
 
 
 def run_memory(
-    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
+    subject: Subject,
+    mesh: MeshConfig,
+    platforms: Sequence[Platform],
+    outputs: MemoryOutputs,
+    most: int,
 ) -> None:
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
     attributions = [_with_buffers(result) for result in results]

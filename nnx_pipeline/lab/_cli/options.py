@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.lab._cli import completion
-from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.outputs import MemoryOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
@@ -56,9 +56,7 @@ explain_option = click.option(
     "--explain", is_flag=True, help="Say below the tables what their words mean."
 )
 
-report_options = bundled(
-    "outputs",
-    Outputs,
+_page_and_chart = (
     click.option(
         "--html",
         "html_path",
@@ -71,8 +69,16 @@ report_options = bundled(
         metavar="PATH",
         help="Draw memory by role as .png or .svg, for a pull request.",
     ),
-    json_option,
-    explain_option,
+)
+pprof_option = click.option(
+    "--pprof",
+    "pprof_path",
+    metavar="PATH",
+    help="Write the heap at its peak by call stack, for `go tool pprof` and what reads its files.",
+)
+report_options = bundled("outputs", Outputs, *_page_and_chart, json_option, explain_option)
+memory_options = bundled(
+    "outputs", MemoryOutputs, *_page_and_chart, pprof_option, json_option, explain_option
 )
 
 written_options = bundled(

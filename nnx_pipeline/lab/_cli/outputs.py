@@ -1,4 +1,4 @@
-"""The options `--html` and `--chart`, which write a result as a page and as a picture."""
+"""The options `--html`, `--chart` and `--pprof`: a result as a page, a picture and a profile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from nnx_pipeline.lab._files import check_picture, save_figure, write_text
+from nnx_pipeline.lab._files import check_picture, save_figure, write_text, write_whole
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.comparison.outcome import Outcome
+    from nnx_pipeline.lab.comparison.sweep import Sweep
     from nnx_pipeline.lab.compile.measure import Measurement
 
 # Where results go, and what is said beside them; they change no result.
-_OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
+_OUTPUTS = ("html_path", "chart_path", "json_path", "pprof_path", "explain")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Outputs(Explained):
     def check(self) -> None:
         from nnx_pipeline.lab._report.output import check_outputs
 
-        check_outputs(html=self.html_path, chart=self.chart_path, json=self.json_path)
+        names = ("html", "chart", "pprof", "json")
+        check_outputs(**{name: getattr(self, f"{name}_path", None) for name in names})
         check_picture(self.chart_path, "--chart")
 
     def write_outcomes(self, title: str, outcomes: Sequence[Sequence[Outcome]]) -> None:
@@ -63,6 +65,21 @@ class Outputs(Explained):
 
             save_figure(outcomes_chart(title, *outcomes), self.chart_path)
 
+    def write_sweep(self, title: str, sweep: Sweep) -> None:
+        if self.html_path:
+            from nnx_pipeline.lab._page import sweep_page
+
+            write_text(self.html_path, sweep_page(title, sweep, command=_command_line()))
+        if self.chart_path:
+            from nnx_pipeline.lab._report.sweep import sweep_chart
+
+            save_figure(sweep_chart(title, sweep), self.chart_path)
+
+
+@dataclass(frozen=True)
+class MemoryOutputs(Outputs):
+    pprof_path: str | None
+
     def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
@@ -73,6 +90,10 @@ class Outputs(Explained):
             from nnx_pipeline.lab._report.chart import program_chart
 
             save_figure(program_chart(title, *measured), self.chart_path)
+        if self.pprof_path and (heap := measured[0].attribution):
+            from nnx_pipeline.lab._report.pprof import pprof_profile
+
+            write_whole(self.pprof_path, pprof_profile(heap, f"{title}: {_command_line()}"))
 
 
 def _command_line() -> str:

@@ -85,7 +85,7 @@ def _named(role: str, name: str = "") -> Content:
     return [element("span", class_="swatch", style=colour, aria_hidden="true"), name or role]
 
 
-def _what(row: BufferRow) -> Content:
+def what(row: BufferRow) -> Content:
     return [
         element("span", row.shape or row.operation or "no value", class_="code"),
         element("span", row.source, class_="quiet code") if row.source != DASH else None,
@@ -96,7 +96,7 @@ def _what(row: BufferRow) -> Content:
 def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
     cells = [
         (
-            _what(row),
+            what(row),
             _named(row.role),
             f"{row.count}" if row.count > 1 else "",
             megabytes(row.bytes),
@@ -109,7 +109,7 @@ def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
 def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Markup:
     cells = [
         (
-            _what(row),
+            what(row),
             _named(of.role, row.role),
             megabytes(of.a_bytes),
             megabytes(of.b_bytes),

@@ -84,7 +84,7 @@ class _Slot(NamedTuple):
 
 
 class _Calls:
-    """The call stacks of a program as one table, in which each call has the number of its caller."""
+    """The call stacks of a program as one table, in which a call has the number of its caller."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Frame, int | None], int] = {}
