@@ -17,7 +17,7 @@ from page_examples import attribution, measurement, outcome
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.lab import _files as files
 from nnx_pipeline.lab._files import save_figure
-from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page
+from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page, sweep_page
 from nnx_pipeline.lab._page.flame import flame
 from nnx_pipeline.lab._page.script import SCRIPT
 from nnx_pipeline.lab._page.style import STYLE
@@ -28,6 +28,7 @@ from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
+from nnx_pipeline.lab.comparison.sweep import Point, Sweep
 
 TITLE = "tiny <on> stage=4"
 GEMM_FACTORS = (("triton", 1.0), ("cublas", 2.0))
@@ -176,6 +177,7 @@ def test_the_page_has_the_account() -> None:
     page = outcomes_page(TITLE, [made])
     text = " ".join(Reader(page).text.split())
     assert "<span>+210.0</span>" in page, "a donation is no loss, and has no colour"
+    assert "<span>−210.0</span>" in page, "and what is not kept any more is no gain beside it"
     assert '<span class="less">−67.1</span>' in page
     assert "Same numbers" not in text, "nobody compared them"
     assert "holds by the account" in text
@@ -370,6 +372,52 @@ def test_first_functions_of_two_programs_are_one_call() -> None:
     assert all("the same" in said for *_, said in frames), "nothing but names and lines differs"
 
 
+def swept(*factors: float) -> Sweep:
+    points = [
+        Point(value=4 * (at + 1), result=measurement(attribution(factor)))
+        for at, factor in enumerate(factors)
+    ]
+    return Sweep(field="train.global_batch", arms=(("step", tuple(points)),), platform="cpu")
+
+
+def test_a_page_of_a_sweep() -> None:
+    found = swept(1.0, 2.0, 4.0)
+    page = sweep_page("a <sweep>", found, command="nnx-pipeline compare")
+    text = " ".join(Reader(page).text.split())
+    assert "<sweep>" not in page
+    for point, name in zip(found.arms[0][1], found.names(), strict=True):
+        temp, heap = (point.figure(of) / 1e6 for of in ("temp_bytes", "heap_bytes"))
+        assert f"{name} {temp:,.1f} {heap:,.1f}" in text
+    fit = found.fit("heap_bytes")
+    assert fit
+    assert f"slope per unit {found.slope('temp_bytes') / 1e6:+,.3f}" in text
+    assert f"{fit.r_squared:.3f}" in text
+    assert text.count("heap, MB") == 1
+    assert "peak, MB" not in text, "known of no point"
+    assert "<script" not in page, "nothing moves"
+    chart = page[page.index("heap, MB") :]
+    top = charts.axis_from_zero(attribution(4.0).heap_bytes / 1e6).high * 1e6
+    for factor, up in zip(
+        (1.0, 2.0, 4.0), re.findall(r"top:([\d.]+)%\" title", chart)[:3], strict=True
+    ):
+        assert float(up) == pytest.approx(
+            100 * (1 - attribution(factor).heap_bytes / top), abs=0.01
+        )
+    ends, *_ = re.findall(r'y1="([\d.-]+)" y2="([\d.-]+)" class="fitted a"', chart)
+    for value, up in zip((4, 12), ends, strict=True):
+        height = (fit.intercept + fit.slope * value) / top
+        assert float(up) == pytest.approx(1000 * (1 - height), abs=0.1)
+
+
+def test_a_sweep_with_a_point_that_failed() -> None:
+    good = swept(1.0, 2.0)
+    failed = Point(value=12, result=None, error="too <large>")
+    made = dataclasses.replace(good, arms=(("step", (*good.arms[0][1], failed)),))
+    text = " ".join(Reader(sweep_page("a sweep", made)).text.split())
+    assert "step, train.global_batch=12: too <large>" in text
+    assert "12 – –" in text
+
+
 def test_a_program_without_call_stacks_has_no_flame_graph() -> None:
     bare = dataclasses.replace(attribution(), calls=(), history=None)
     page = measurement_page(TITLE, measurement(bare))
@@ -528,6 +576,62 @@ def test_a_browser_has_nothing_to_complain_of(tmp_path: Path) -> None:
     ended = chromium(tmp_path, f"--screenshot={picture}", "--window-size=1000,2000", page.as_uri())
     assert "CONSOLE" not in ended.stderr
     assert picture.stat().st_size > 20_000
+
+
+# Uses the page by keys and by a finger, and writes what it then shows into the title.
+USE = """<script>addEventListener("load", () => {
+  const key = (item, name) =>
+    item.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const text = (of) => document.querySelector(of).textContent;
+  const found = [];
+  const slider = document.querySelector(".cursor input");
+  slider.value = 10;
+  slider.dispatchEvent(new Event("input"));
+  found.push(text(".readout"), slider.getAttribute("aria-valuetext"));
+  const area = document.querySelector(".area").getBoundingClientRect();
+  const at = { clientX: area.left + area.width / 4, bubbles: true };
+  document.querySelector(".area").dispatchEvent(new PointerEvent("pointerdown", at));
+  found.push(text(".readout b"));
+  document.querySelector(".frames div").focus();
+  for (const name of ["ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown", "Enter"]) {
+    key(document.activeElement, name);
+    found.push(document.activeElement.title);
+  }
+  const items = [...document.querySelectorAll(".frames div")];
+  found.push(items.filter((item) => item.hidden).length, text(".said"));
+  key(document.activeElement, "Escape");
+  found.push(items.filter((item) => item.hidden).length);
+  document.title = JSON.stringify(found);
+});</script>"""
+
+
+def test_it_can_be_used_by_keys_and_by_touch(tmp_path: Path) -> None:
+    heap = attribution()
+    assert heap.history
+    page = tmp_path / "page.html"
+    page.write_text(
+        measurement_page("a page", measurement(heap)).replace("</body>", f"{USE}</body>")
+    )
+    dumped = chromium(tmp_path, "--dump-dom", page.as_uri()).stdout
+    found = json.loads(html.unescape(re.findall("<title>(.*?)</title>", dumped)[0]))
+    readout, said, touched, first, second, beside, back, again, zoomed, hidden, told, shown = found
+    at, quarter = heap.history.positions[10], heap.history.positions.index(152)
+    total = heap.history.totals()
+    assert said == f"{total[10] / 1e6:,.1f} MB at position {at}"
+    largest, size = heap.history.largest[10][0]
+    assert f"{size / 1e6:,.1f} MB{heap.history.buffers[largest].role}" in readout
+    assert touched in {f"{total[quarter + step] / 1e6:,.1f} MB" for step in (-1, 0, 1)}
+    assert first.startswith("train_step model/step.py:9: ")
+    assert second.startswith("Layer.call model/layer.py:")
+    assert beside.startswith("Layer.call model/layer.py:")
+    assert beside != second
+    assert back == first
+    assert again == zoomed == told == second
+    frames = frames_of(measurement_page("a page", measurement(heap)))
+    ((left, width),) = [(x, w) for x, w, _, title in frames if title == second]
+    outside = [x for x, w, *_ in frames if x + w <= left + 0.01 or x >= left + width - 0.01]
+    assert hidden == len(outside) > 0
+    assert shown == 0
 
 
 def test_it_is_no_wider_than_a_phone(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ def _page(
         element("style", Markup(STYLE)),
     )
     # A page without a chart that can be moved has no script.
-    script = element("script", Markup(SCRIPT)) if "<figure" in body else None
+    moves = any(f'class="{name}"' in body for name in ("timeline", "flame"))
+    script = element("script", Markup(SCRIPT)) if moves else None
     shown = element("body", header, element("main", body), footer, script)
     page = element("html", head, shown, lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
@@ -209,9 +210,9 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
 
 
 def _unit(values: Sequence[float | None], unit: str) -> Markup:
-    if len(values) != 2 or not values[0] or values[1] is None:
+    before, after = values if len(values) == 2 else (None, None)
+    if not before or after is None:
         return element("small", f" {unit}")
-    before, after = values
     changed = figures.relative_change(before, after)
     # What rounds to nothing has no colour.
     css = ("more" if after > before else "less") if changed.strip("+−0.%") else None

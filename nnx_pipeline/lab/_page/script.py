@@ -18,7 +18,9 @@ for (const figure of document.querySelectorAll("figure.timeline")) {
   const slider = label.querySelector("input");
   const readout = figure.querySelector(".readout");
   const areas = [...figure.querySelectorAll(".area")];
+  // Until the reader chooses, each program shows its own peak.
   const lines = areas.map((area) => area.appendChild(made("span", "here")));
+  for (const line of lines) line.hidden = true;
   const shares = programs.flatMap((one) => one.positions.map((at) => at / one.last));
   const stops = [...new Set(shares)].sort((a, b) => a - b);
   const indexAt = (one, share) => {
@@ -43,11 +45,17 @@ for (const figure of document.querySelectorAll("figure.timeline")) {
         made("span", "", swatch(colour), name), made("span", "code", shape),
         made("span", "quiet code", source));
     });
-    return made("div", "", head, made("ol", "", ...rows));
+    const roles = one.roles.map(([name, colour], role) => [name, colour, one.bytes[at][role]])
+      .filter(([, , size]) => size && size >= 0.002 * total).sort((a, b) => b[2] - a[2])
+      .map(([name, colour, size]) => made("span", "", swatch(colour), `${name} ${mb(size)}`));
+    return made("div", "", head, made("p", "roles", ...roles), made("ol", "", ...rows));
   };
   const show = () => {
     const share = stops[slider.value];
-    for (const line of lines) line.style.left = `${100 * share}%`;
+    for (const line of lines) {
+      line.hidden = false;
+      line.style.left = `${100 * share}%`;
+    }
     readout.replaceChildren(...programs.map((one) => told(one, indexAt(one, share))));
     slider.setAttribute("aria-valuetext", readout.querySelector("p").textContent);
   };
@@ -64,9 +72,9 @@ for (const figure of document.querySelectorAll("figure.timeline")) {
   }
   slider.max = stops.length - 1;
   slider.value = nearest(programs[0].positions[programs[0].peak] / programs[0].last);
+  slider.setAttribute("aria-valuetext", readout.querySelector("p").textContent);
   slider.addEventListener("input", show);
   label.hidden = false;
-  show();
 }
 
 // A flame graph: its calls are in the order of a tree, each with its level.

@@ -76,8 +76,10 @@ svg { display: block; width: 100%; }
 .cursor input { display: block; width: 100%; margin: .3rem 0; accent-color: var(--link); }
 .readout { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
   gap: .4rem 2rem; margin-left: 3.6rem; font-size: .875rem; min-height: 11rem; }
+.roles { display: flex; flex-wrap: wrap; gap: .1rem 1rem; font-size: .875rem; }
+.timeline > .roles { margin-left: 3.6rem; }
 .readout ol { list-style: none; margin: 0; padding: 0; }
-.readout li { display: grid; grid-template-columns: 6rem 10rem 1fr; gap: 0 .7rem;
+.readout li { display: grid; grid-template-columns: 5rem 11.5rem 1fr; gap: 0 .7rem;
   padding: .25rem 0; border-top: 1px solid var(--rule); }
 .readout li .number { text-align: right; } .readout li .quiet { grid-column: 2 / -1; }
 .frames { position: relative; height: calc(var(--d) * 1.6rem); overflow: hidden; }
@@ -128,7 +130,7 @@ footer dt { font-weight: 600; } footer dd { margin: 0; max-width: 50rem; }
   h1 { font-size: 1.375rem; }
   .card { padding: 1rem .9rem; border-radius: 10px; }
   .plot .area, .plot .y-ticks { height: 11rem; }
-  .cursor, .readout { margin-left: 0; }
+  .cursor, .readout, .timeline > .roles { margin-left: 0; }
   .readout li { grid-template-columns: 5rem 1fr; }
   .readout li > .code:not(.quiet) { grid-column: 2; }
   .headline { grid-template-columns: 1fr 1fr; } .headline dd { font-size: 1.1rem; }

@@ -16,6 +16,7 @@ from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, megabytes, role_
 from nnx_pipeline.lab.attribution._result import History
 
 _LISTED = 12  # positions in the table below a chart
+_SMALLEST = 0.002  # of what lives at a position; smaller buffers are not named
 _FAR = 2.5  # a limit so many times above the highest peak would flatten the chart
 
 
@@ -44,7 +45,7 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup | None:
     highest = max(max(line.history.totals()) for line in lines)
     rooms = [line.arm.room for line in lines if line.arm.room and line.arm.room < _FAR * highest]
     y = axis_from_zero(max([highest, *rooms]) / 1e6)
-    roles = list(role_totals([dict.fromkeys(line.history.roles, 1) for line in lines]))
+    roles = list(role_totals([_of_roles(line.history) for line in lines]))
     shown = [_panel(line, [one for one in lines if one is not line], roles, y) for line in lines]
     ends = element("span", "first instruction"), element("span", "last")
     return element(
@@ -52,6 +53,7 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup | None:
         element("figcaption", "What lives in the heap over the program’s schedule, MB"),
         shown,
         element("div", ends, class_="x-ends"),
+        element("p", [element("span", _swatch(role), role) for role in roles], class_="roles"),
         _cursor(lines),
         _table(lines),
         element("p", "The heap is larger by its fragmentation.", class_="quiet"),
@@ -59,34 +61,40 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup | None:
     )
 
 
+def _of_roles(history: History) -> dict[str, int]:
+    """The bytes of each role, summed over the positions."""
+    return dict(zip(history.roles, map(sum, zip(*history.bytes, strict=True)), strict=True))
+
+
 def _panel(line: _Line, others: Sequence[_Line], roles: Sequence[str], y: Axis) -> Markup:
     arm, size = line.arm, line.history.totals()[line.peak]
-    heights, areas = [0] * len(line.history.positions), []
-    for role in roles:
-        if role in line.history.roles:
-            column = line.history.roles.index(role)
-            heights = [
-                low + row[column] for low, row in zip(heights, line.history.bytes, strict=True)
-            ]
-            said, fill = element("title", role), ROLE_COLOURS[role]
-            steps = f"{_steps(line, heights, y)}V{HEIGHT}z"
-            areas.append(element("g", said, element("path", d=steps, fill=fill)))
-    # Each area reaches down to zero: the lower ones are drawn over the higher ones.
-    shapes = areas[::-1]
-    shapes += [
+    position = arm.attribution.peak_position
+    outlines = [
         element("path", d=_steps(one, one.history.totals(), y), class_="other") for one in others
     ]
-    place = f"left:{100 * line.history.positions[line.peak] / line.last:.2f}%"
-    up = f"top:{100 * (1 - y.share(size / 1e6)):.2f}%"
-    marks = [element("span", class_=f"peak {arm.key}", style=f"{place};{up}", aria_hidden="true")]
-    shapes += _limit(arm.room, y)
-    where = f"position {arm.attribution.peak_position} of {line.last} in the schedule"
+    place = f"left:{100 * position / line.last:.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
+    mark = element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true")
+    where = f"position {position} of {line.last} in the schedule"
     said = f"{arm.label} peaks at {megabytes(size)} MB, {where}"
     other = f"; dashed: {others[0].arm.key}" if others else ""
     return fragment(
         element("p", arm.letter, said, other, ". ", _room(arm, size, y), class_="panel"),
-        plot(shapes, marks, y, said),
+        plot([*_areas(line, roles, y), *outlines, *_limit(arm.room, y)], [mark], y, said),
     )
+
+
+def _areas(line: _Line, roles: Sequence[str], y: Axis) -> list[Markup]:
+    """An area for each role, from zero to the top of its bytes; the highest one is drawn first."""
+    areas, heights = [], [0] * len(line.history.positions)
+    for role in roles:
+        if role in line.history.roles:
+            column = line.history.roles.index(role)
+            of_role = [row[column] for row in line.history.bytes]
+            heights = [low + size for low, size in zip(heights, of_role, strict=True)]
+            steps = f"{_steps(line, heights, y)}V{HEIGHT}z"
+            area = element("path", d=steps, fill=ROLE_COLOURS[role])
+            areas.append(element("g", element("title", role), area))
+    return areas[::-1]
 
 
 def _steps(line: _Line, heights: Sequence[int], y: Axis) -> str:
@@ -149,8 +157,14 @@ def _data(line: _Line) -> dict[str, object]:
             [history.roles.index(row.role), row.shape or row.operation, row.source, row.operation]
             for row in _rows(history)
         ],
-        "largest": history.largest,
+        "largest": [_largest(history, at) for at in range(len(history.positions))],
     }
+
+
+def _largest(history: History, at: int) -> list[tuple[int, int]]:
+    """The largest buffers of a position, without those that are next to nothing of it."""
+    least = _SMALLEST * sum(history.bytes[at])
+    return [(number, size) for number, size in history.largest[at] if size >= least]
 
 
 def _rows(history: History) -> Iterator[BufferRow]:
@@ -160,26 +174,45 @@ def _rows(history: History) -> Iterator[BufferRow]:
 def _readout(line: _Line) -> Markup:
     history = line.history
     rows, letter = list(_rows(history)), line.arm.letter
-    size, position = megabytes(history.totals()[line.peak]), history.positions[line.peak]
+    total, position = history.totals()[line.peak], history.positions[line.peak]
+    at_peak = zip(history.roles, history.bytes[line.peak], strict=True)
+    sizes = sorted(at_peak, key=lambda one: -one[1])
     return element(
         "div",
-        element("p", letter, element("b", f"{size} MB"), f" at position {position}, the peak"),
+        element(
+            "p",
+            letter,
+            element("b", f"{megabytes(total)} MB"),
+            f" at position {position}, the peak",
+        ),
+        element(
+            "p",
+            [
+                element("span", _swatch(role), f"{role} {megabytes(size)}")
+                for role, size in sizes
+                if size and size >= _SMALLEST * total
+            ],
+            class_="roles",
+        ),
         element(
             "ol",
-            [_item(rows[number], held) for number, held in history.largest[line.peak]],
+            [_item(rows[number], held) for number, held in _largest(history, line.peak)],
         ),
     )
 
 
 def _item(row: BufferRow, size: int) -> Markup:
-    swatch = element("span", class_="swatch", style=f"background:{ROLE_COLOURS[row.role]}")
     return element(
         "li",
         element("span", f"{megabytes(size)} MB", class_="number"),
-        element("span", swatch, row.role),
+        element("span", _swatch(row.role), row.role),
         element("span", row.shape or row.operation, class_="code"),
         element("span", row.source, class_="quiet code"),
     )
+
+
+def _swatch(role: str) -> Markup:
+    return element("span", class_="swatch", style=f"background:{ROLE_COLOURS[role]}")
 
 
 def _table(lines: Sequence[_Line]) -> Markup:
