@@ -3,8 +3,10 @@
 import dataclasses
 import gzip
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from page_examples import attribution
 
@@ -92,3 +94,19 @@ def test_large_and_negative_numbers() -> None:
     profile = decoded(pprof_profile(dataclasses.replace(heap, buffers=tuple(rows)), "é"))
     assert tuple(sample.value[0] for sample in profile.sample) == sizes
     assert profile.string_table[profile.comment[0]] == "é"
+
+
+@pytest.mark.slow
+def test_memory_writes_a_profile(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "heap.pb.gz"
+    ended = run(
+        *("memory", "tiny", "--set", "model.num_layers=1", "--platform", "cpu"),
+        *("--pprof", str(path), "--json", "-"),
+    )
+    assert ended.code == 0, ended.err
+    profile = decoded(path.read_bytes())
+    heap = ended.json["memory"]["heap_bytes"]
+    assert sum(sample.value[0] for sample in profile.sample) == heap
+    names = {profile.string_table[one.name] for one in profile.function}
+    assert "train_step" in names
+    assert str(path) not in " ".join(profile.string_table)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_examples import attribution, measurement, outcome
+from page_examples import TIME, attribution, measurement, outcome
 
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.lab import _files as files
@@ -24,7 +24,7 @@ from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._page.tables import LabelledProgram, account_table
 from nnx_pipeline.lab._page.timeline import timeline
 from nnx_pipeline.lab._report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS
+from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, in_place_of_report
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
@@ -201,6 +201,22 @@ def test_both_kinds_of_products() -> None:
     assert len(re.findall(row, text)) == 4, "in the summary too"
     text = Reader(outcomes_page(TITLE, [outcome()], [by_cublas()])).text
     assert "With cuBLASLt’s matrix products instead of Triton’s: the same memory." in text
+
+
+@pytest.mark.parametrize(("more", "is_alike"), [(0, True), (1_000, True), (9_000_000, False)])
+def test_a_program_that_needs_about_the_same_is_one_line(more: int, is_alike: bool) -> None:
+    one = measurement(attribution())
+    memory = dataclasses.replace(one.memory, heap_bytes=one.memory.heap_bytes + more)
+    time = dataclasses.replace(TIME, step_seconds=0.04)
+    other = dataclasses.replace(one, memory=memory, gemm="cublas", time=time)
+    line = in_place_of_report(one, other)
+    if not is_alike:
+        assert line is None
+    elif more:
+        size = f"{memory.account_bytes / 1e6:,.1f}"
+        assert f"cuBLASLt: the account is {size} MB (+0.0%), the estimated" in line.plain
+    else:
+        assert line.plain.endswith("cuBLASLt: the same memory, the estimated step 40.00 ms")
 
 
 def test_one_program_by_both_kinds() -> None:

@@ -15,7 +15,7 @@ from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
+from nnx_pipeline.lab._report.view.figures import compiler, in_place_of_report, products_by
 from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
@@ -104,11 +104,11 @@ def run_memory(
 ) -> None:
     results, title = measured(subject, mesh, platforms), subject.title(mesh)
     attributions = [_with_buffers(result) for result in results]
-    differ = len({result.memory for result in results}) > 1
-    for result, attribution in zip(results, attributions, strict=True):
+    lines = [in_place_of_report(results[0], other) for other in results[1:]]
+    for result, attribution, line in zip(results, attributions, [None, *lines], strict=True):
         # A second program with the same memory is one line rather than the same table again.
-        if result is not results[0] and not differ:
-            show(same_memory(result.platform), json_path=outputs.json_path)
+        if line is not None:
+            show(line, json_path=outputs.json_path)
             continue
         by = f", matrix products by {products_by(result)}" if result.gemm else ""
         named = f"{title}, {compiler(result)}{by}"
@@ -126,7 +126,7 @@ def run_memory(
         for result, attribution in zip(results, attributions, strict=True)
     ]
     emit_json(outputs.json_path, report.with_other_gemm(rows))
-    shown = results if differ else results[:1]
+    shown = results if None in lines else results[:1]
     outputs.write_measurement(title, shown, most)
 
 
