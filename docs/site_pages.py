@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ("README.md", "migration_guide.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
@@ -28,7 +29,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(file)
     for path in all_pages():
         files.append(file_of(path, config))
+    files.append(File.generated(config, "docs/highlight.css", content=highlighting()))
     return files
+
+
+def highlighting() -> str:
+    """The colours of code, on a light and on a dark page."""
+    light, dark = (
+        HtmlFormatter(style=name).get_style_defs(".rst-content .highlight")
+        for name in ("friendly", "github-dark")
+    )
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
 
 
 def all_pages() -> list[Path]:

@@ -8,7 +8,7 @@ from nnx_pipeline.config.presets import preset
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.experiments._run import Numerics
 from nnx_pipeline.lab._timing.result import Time
-from nnx_pipeline.lab.attribution._result import Attribution, Buffer
+from nnx_pipeline.lab.attribution._result import Attribution, Buffer, Call, History
 from nnx_pipeline.lab.attribution.account import Memory
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -53,6 +53,7 @@ def attribution(factor: float = 1.0) -> Attribution:
             role=role,
             first=10 * index,
             last=400 + index,
+            call=1 + index % 2 if shape else None,
         )
         for index, (role, shape, operation, size) in enumerate(VALUES)
     ]
@@ -69,6 +70,25 @@ def attribution(factor: float = 1.0) -> Attribution:
         buffers=tuple(buffers),
         other=(),
         timeline=tuple(points),
+        calls=(
+            Call(file="model/step.py", line=9, function="train_step", caller=None),
+            Call(file="model/layer.py", line=4, function="Layer.<locals>.call", caller=0),
+            Call(file="model/layer.py", line=7, function="Layer.<locals>.call", caller=0),
+        ),
+        history=history(tuple(buffers), points),
+    )
+
+
+def history(buffers: tuple[Buffer, ...], points: list[tuple[int, int]]) -> History:
+    """At every fourth of the points the buffers, all in the same proportion."""
+    chosen, heap = points[::4], sum(buffer.bytes for buffer in buffers)
+    sizes = [[buffer.bytes * live // heap for buffer in buffers] for _, live in chosen]
+    return History(
+        positions=tuple(at for at, _ in chosen),
+        roles=tuple(buffer.role for buffer in buffers),
+        bytes=tuple(map(tuple, sizes)),
+        buffers=buffers[:5],
+        largest=tuple(tuple(enumerate(row[:5])) for row in sizes),
     )
 
 

@@ -107,7 +107,6 @@ BAD = [
         "--sweep train.loss_chunks is given 2 times; give each field once",
     ),
     (("train.loss_chunks=2,4", "norm-scale", "embedding"), "--sweep takes one experiment"),
-    (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep cannot be combined with --html"),
     (("train.loss_chunks=2,4", "zero-1"), "give the mesh a data axis"),
     (("mesh=stage=2/fsdp=2",), "--mesh has no effect beside --sweep mesh"),
 ]

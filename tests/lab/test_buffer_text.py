@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nnx_pipeline.lab._hlo import module as hlo
 from nnx_pipeline.lab._hlo.buffers import read_buffers
 from nnx_pipeline.lab._report.view.buffers import difference_row
-from nnx_pipeline.lab.attribution._peak import MOST_POINTS, attribute
+from nnx_pipeline.lab.attribution._peak import MOST_POINTS, MOST_POSITIONS, attribute
 from nnx_pipeline.lab.attribution._result import ROLES, Attribution, Buffer, difference
 
 TEXT = """BufferAssignment:
@@ -154,6 +154,49 @@ def test_a_long_timeline_is_thinned_and_keeps_the_peak() -> None:
     assert found.peak_position == high
     assert (high, 64) in found.timeline
     assert list(found.timeline) == sorted(found.timeline)
+    history = found.history
+    assert history
+    assert len(history.positions) <= MOST_POSITIONS
+    assert history.totals()[history.positions.index(high)] == 64
+    assert list(history.positions) == sorted(history.positions)
+
+
+def test_a_history_has_what_lives_at_each_position() -> None:
+    found = attribute_text(TEXT, MODULE, 2208)
+    history = found.history
+    assert history
+    assert dict(zip(history.positions, history.totals(), strict=True)) == dict(found.timeline)
+    peak = history.positions.index(found.peak_position)
+    of_roles = dict(zip(history.roles, history.bytes[peak], strict=True))
+    fragmentation = {"fragmentation": found.by_role()["fragmentation"]}
+    assert {role: size for role, size in of_roles.items() if size} | fragmentation == (
+        found.by_role()
+    )
+    for held, sizes in zip(history.largest, history.bytes, strict=True):
+        assert sum(size for _, size in held) == sum(sizes), "there are no more than a few"
+
+
+def test_a_buffer_has_its_call_stack() -> None:
+    tables = (
+        'FileNames\n1 "/home/me/model.py"\n\nFunctionNames\n1 "layer"\n2 "step"\n\n'
+        "FileLocations\n1 {file_name_id=1 function_name_id=2 line=9}\n"
+        "2 {file_name_id=1 function_name_id=1 line=7}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n"
+        "2 {file_location_id=2 parent_frame_id=2}\n\n"
+    )
+    text = (
+        f"HloModule f\n\n{tables}"
+        "ENTRY %main (p: f32[16]) -> f32[4,32] {\n  %p = f32[16]{0} parameter(0)\n"
+        "  %a = f32[4,32]{1,0} broadcast(%p), dimensions={0}, "
+        'metadata={op_name="jit(f)/mul" stack_frame_id=2}\n'
+        "  ROOT %b = f32[4,32]{1,0} negate(%a), "
+        'metadata={op_name="jit(f)/neg" stack_frame_id=1}\n}\n'
+    )
+    found = attribute_text(TEXT, hlo.parse(text), 2208)
+    (made,) = (row for row in found.buffers if row.name == "a")
+    called = [(call.file, call.line, call.function) for call in found.stack(made.call)]
+    assert called == [("/home/me/model.py", 7, "layer"), ("/home/me/model.py", 9, "step")]
+    assert found.stack(None) == []
 
 
 def buffer(**changes: Any) -> Buffer:

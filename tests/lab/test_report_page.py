@@ -1,7 +1,9 @@
 """The page and the picture of a report: whole, escaped, and of one piece in a real browser."""
 
 import dataclasses
+import html
 import html.parser
+import json
 import os
 import re
 import shutil
@@ -10,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_examples import attribution, measurement, outcome
+from page_examples import TIME, attribution, measurement, outcome
 
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.lab import _files as files
 from nnx_pipeline.lab._files import save_figure
-from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page
+from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page, sweep_page
+from nnx_pipeline.lab._page.flame import flame
+from nnx_pipeline.lab._page.script import SCRIPT
 from nnx_pipeline.lab._page.style import STYLE
 from nnx_pipeline.lab._page.tables import LabelledProgram, account_table
+from nnx_pipeline.lab._page.timeline import timeline
 from nnx_pipeline.lab._report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS
+from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, in_place_of_report
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
+from nnx_pipeline.lab.comparison.sweep import Point, Sweep
 
 TITLE = "tiny <on> stage=4"
 GEMM_FACTORS = (("triton", 1.0), ("cublas", 2.0))
-VOID = {"meta", "link", "rect", "path", "line"}
+VOID = {"meta", "link", "input", "rect", "path", "line"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
     "--headless",
@@ -70,7 +76,7 @@ class Reader(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] != ["style"]:
+        if self.open[-1:] not in (["style"], ["script"]):
             self.text += f" {data}"
 
 
@@ -89,7 +95,7 @@ def examples() -> list[Outcome]:
 def test_every_figure_is_there_and_every_text_escaped() -> None:
     page = outcomes_page(TITLE, examples(), command="nnx-pipeline ab 'a<b'")
     reader = Reader(page)
-    assert "<script" not in page
+    assert "<script>alert" not in page
     assert "<compiler>" not in page
     assert "a <script>alert(1)</script> in a note" in reader.text
     for text in (TITLE, "the <compiler> gave up", "not applicable, failed", "holds", "MB", "–"):
@@ -171,6 +177,7 @@ def test_the_page_has_the_account() -> None:
     page = outcomes_page(TITLE, [made])
     text = " ".join(Reader(page).text.split())
     assert "<span>+210.0</span>" in page, "a donation is no loss, and has no colour"
+    assert "<span>−210.0</span>" in page, "and what is not kept any more is no gain beside it"
     assert '<span class="less">−67.1</span>' in page
     assert "Same numbers" not in text, "nobody compared them"
     assert "holds by the account" in text
@@ -194,6 +201,22 @@ def test_both_kinds_of_products() -> None:
     assert len(re.findall(row, text)) == 4, "in the summary too"
     text = Reader(outcomes_page(TITLE, [outcome()], [by_cublas()])).text
     assert "With cuBLASLt’s matrix products instead of Triton’s: the same memory." in text
+
+
+@pytest.mark.parametrize(("more", "is_alike"), [(0, True), (1_000, True), (9_000_000, False)])
+def test_a_program_that_needs_about_the_same_is_one_line(more: int, is_alike: bool) -> None:
+    one = measurement(attribution())
+    memory = dataclasses.replace(one.memory, heap_bytes=one.memory.heap_bytes + more)
+    time = dataclasses.replace(TIME, step_seconds=0.04)
+    other = dataclasses.replace(one, memory=memory, gemm="cublas", time=time)
+    line = in_place_of_report(one, other)
+    if not is_alike:
+        assert line is None
+    elif more:
+        size = f"{memory.account_bytes / 1e6:,.1f}"
+        assert f"cuBLASLt: the account is {size} MB (+0.0%), the estimated" in line.plain
+    else:
+        assert line.plain.endswith("cuBLASLt: the same memory, the estimated step 40.00 ms")
 
 
 def test_one_program_by_both_kinds() -> None:
@@ -225,30 +248,216 @@ def test_bars_and_line_are_to_scale() -> None:
         assert sum(widths) == pytest.approx(1000 * sizes[key] / sizes["a"], abs=0.05)
         first = max(attribution(1.0 if key == "a" else 0.6).by_role().values())
         assert max(widths) == pytest.approx(1000 * first / sizes["a"], abs=0.05)
-    drawing = charts.timeline([one])
-    (path,) = re.findall(r' d="([^"]+)"', drawing)
-    heights = [float(text) for text in re.findall(r"[V ]([\d.]+)", path)]
-    axis = charts.axis_from_zero(sizes["a"] / 1e6)
-    assert max(heights) == 300
-    assert min(heights) == pytest.approx(300 * (1 - sizes["a"] / 1e6 / axis.high), abs=0.1)
 
 
-def test_the_line_is_over_the_whole_schedule() -> None:
-    """The position of the peak is the one that `memory` prints, wherever the first value begins."""
+def steps_of(path: str) -> list[tuple[int, int]]:
+    """The corners of a path of steps: how far along the schedule, and how far above zero."""
+    at, up, found = 0, 0, []
+    for command, text in re.findall(r"([hv])(-?\d+)", path):
+        at, up = (at + int(text), up) if command == "h" else (at, up - int(text))
+        found.append((at, up))
+    return found
+
+
+def test_areas_of_a_timeline_are_to_scale() -> None:
+    """Each role is as high as it and those below it, and the highest one ends at the peak."""
     whole = attribution()
-    late = dataclasses.replace(whole, positions=1200, timeline=whole.timeline[100:])
-    drawing = charts.timeline([charts.DrawnArm("a", "late", late)])
+    assert whole.history
+    drawing = str(timeline([charts.DrawnArm("a", "whole", whole)]))
+    paths = re.findall(r"<title>([^<]+)</title><path d=\"([^\"]+)\"", drawing)
+    peak = whole.history.positions.index(whole.peak_position)
+    sizes = dict(zip(whole.history.roles, whole.history.bytes[peak], strict=True))
+    assert {role for role, _ in paths} == set(sizes)
+    top = charts.axis_from_zero(whole.heap_bytes / 1e6).high
+    below = 0
+    for role, path in paths[::-1]:
+        below += sizes[role]
+        highest = max(up for _, up in steps_of(path))
+        assert highest == pytest.approx(1000 * below / 1e6 / top, abs=0.51), role
+    assert sum(sizes.values()) == pytest.approx(whole.heap_bytes, abs=len(sizes))
+
+
+def test_a_timeline_is_over_the_whole_schedule() -> None:
+    """The position of the peak is the one that `memory` prints, wherever the first value begins."""
+    late = dataclasses.replace(attribution(), positions=1200)
+    drawing = str(timeline([charts.DrawnArm("a", "late", late)]))
     assert "position 300 of 1200 in the schedule" in drawing
     assert "left:25.00%" in drawing
-    (path,) = re.findall(r' d="([^"]+)"', drawing)
-    assert path.startswith("M0.0 300.0H83.3V")
-    assert re.search(r"H1000\.0V[\d.]+$", path)
+    path = re.findall(r' d="([^"]+)"', drawing)[0]
+    assert path.startswith("M0 1000")
+    assert path.endswith("H1000V1000z")
+    assert max(at for at, _ in steps_of(path)) == pytest.approx(500, abs=1)
+
+
+@pytest.mark.parametrize(("room", "words", "drawn"), [
+    (100_000_000, "The device leaves 100.0 MB for the heap (the line)", True),
+    (90_000_000_000, "90,000.0 MB for the heap (above this chart)", False),
+    (-1, "alone are more than the device has", False),
+    (None, "", False),
+])  # fmt: skip
+def test_the_capacity_is_a_line_where_the_chart_reaches_it(
+    room: int | None, words: str, drawn: bool
+) -> None:
+    drawing = str(timeline([charts.DrawnArm("a", "one", attribution(), room=room)]))
+    assert words in drawing
+    assert ('class="limit"' in drawing) == drawn
+    assert ("The device" in drawing) == (room is not None and room > 0)
+
+
+def test_the_page_knows_what_a_device_leaves_for_the_heap() -> None:
+    small = dataclasses.replace(measurement(attribution()), device_memory_bytes=400_000_000)
+    arguments = small.memory.argument_bytes + 4
+    text = Reader(measurement_page(TITLE, small)).text
+    assert f"{(400_000_000 - arguments) / 1e6:,.1f} MB for the heap" in text
+
+
+def data_of(page: str) -> list[Any]:
+    (text,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    found: list[Any] = json.loads(text)
+    return found
+
+
+def test_the_data_of_a_timeline_are_those_of_the_measurement() -> None:
+    one, other = attribution(), attribution(0.6)
+    page = outcomes_page(TITLE, [outcome()])
+    for data, heap in zip(data_of(page), (one, other), strict=True):
+        assert heap.history
+        assert data["bytes"] == [list(row) for row in heap.history.bytes]
+        assert data["positions"] == list(heap.history.positions)
+        assert data["positions"][data["peak"]] == heap.peak_position
+        assert [row[1] for row in data["buffers"]] == [
+            buffer.shape or buffer.name for buffer in heap.history.buffers
+        ]
+    assert "<b>" not in str(re.findall(r"<script.*?</script>", page, re.DOTALL))
+
+
+def frames_of(page: str) -> list[tuple[float, float, int, str]]:
+    """The left edge, width and level of each call of a flame graph, and what is said of it."""
+    found = re.findall(
+        r'--x:([\d.]+);--w:([\d.]+);--y:(\d+)[^"]*" title="([^"]*)" role="treeitem"', page
+    )
+    return [(float(x), float(w), int(y), html.unescape(said)) for x, w, y, said in found]
+
+
+def test_a_flame_graph_has_the_callers_with_their_bytes() -> None:
+    heap = attribution()
+    frames = frames_of(str(flame([charts.DrawnArm("b", "this program", heap)])))
+    told = {said.partition(":")[0]: (level, said) for _, _, level, said in frames}
+    by_call: dict[int, int] = {}
+    for buffer in heap.buffers:
+        for call in (buffer.call, 0) if buffer.call else ():
+            by_call[call] = by_call.get(call, 0) + buffer.bytes
+    for number, (name, level) in enumerate(
+        [("train_step", 1), ("Layer.call", 2), ("Layer.call", 2)]
+    ):
+        call = heap.calls[number]
+        (said,) = [s for *_, s in frames if s.startswith(f"{name} {call.file}:{call.line}:")]
+        assert f"{by_call[number] / 1e6:,.1f} MB, {by_call[number] / heap.heap_bytes:.1%}" in said
+        assert [y for _, _, y, s in frames if s == said] == [level]
+    assert told["the heap at its peak"][1].endswith(f"{heap.heap_bytes / 1e6:,.1f} MB, 100.0%")
+    for x, w, level, _ in frames[1:]:
+        around = [(left, wide) for left, wide, above, _ in frames if above == level - 1]
+        assert any(left <= x + 0.01 and x + w <= left + wide + 0.01 for left, wide in around)
+
+
+def test_a_flame_graph_of_two_programs_says_what_differs() -> None:
+    """In words, not by colour alone, and less memory is the good colour."""
+    arms = [
+        charts.DrawnArm("a", "one", attribution()),
+        charts.DrawnArm("b", "other", attribution(0.6)),
+    ]
+    page = str(flame(arms))
+    before, after = (arm.attribution.heap_bytes for arm in arms)
+    change = f"{(after - before) / 1e6:,.1f}".replace("-", "−")
+    assert f'{before / 1e6:,.1f} → {after / 1e6:,.1f} MB, {change} MB, less"' in page
+    assert "grows" not in page
+    assert f">{change} the heap at its peak" in page
+    swapped = str(flame(arms[::-1]))
+    assert "shrinks" not in swapped
+    assert f">{change.replace('−', '+')} the heap at its peak" in swapped
+
+
+def test_first_functions_of_two_programs_are_one_call() -> None:
+    one = attribution()
+    calls = (dataclasses.replace(one.calls[0], function="other_step", line=70), *one.calls[1:])
+    other = dataclasses.replace(one, calls=calls)
+    arms = [charts.DrawnArm("a", "one", one), charts.DrawnArm("b", "other", other)]
+    frames = frames_of(str(flame(arms)))
+    joined = [said for *_, said in frames if said.startswith("train_step → other_step")]
+    assert len(joined) == 1
+    assert all("the same" in said for *_, said in frames), "nothing but names and lines differs"
+
+
+def swept(*factors: float) -> Sweep:
+    points = [
+        Point(value=4 * (at + 1), result=measurement(attribution(factor)))
+        for at, factor in enumerate(factors)
+    ]
+    return Sweep(field="train.global_batch", arms=(("step", tuple(points)),), platform="cpu")
+
+
+def test_a_page_of_a_sweep() -> None:
+    found = swept(1.0, 2.0, 4.0)
+    page = sweep_page("a <sweep>", found, command="nnx-pipeline compare")
+    text = " ".join(Reader(page).text.split())
+    assert "<sweep>" not in page
+    for point, name in zip(found.arms[0][1], found.names(), strict=True):
+        temp, heap = (point.figure(of) / 1e6 for of in ("temp_bytes", "heap_bytes"))
+        assert f"{name} {temp:,.1f} {heap:,.1f}" in text
+    fit = found.fit("heap_bytes")
+    assert fit
+    assert f"slope per unit {found.slope('temp_bytes') / 1e6:+,.3f}" in text
+    assert f"{fit.r_squared:.3f}" in text
+    assert text.count("heap, MB") == 1
+    assert "peak, MB" not in text, "known of no point"
+    assert "<script" not in page, "nothing moves"
+    chart = page[page.index("heap, MB") :]
+    top = charts.axis_from_zero(attribution(4.0).heap_bytes / 1e6).high * 1e6
+    for factor, up in zip(
+        (1.0, 2.0, 4.0), re.findall(r"top:([\d.]+)%\" title", chart)[:3], strict=True
+    ):
+        assert float(up) == pytest.approx(
+            100 * (1 - attribution(factor).heap_bytes / top), abs=0.01
+        )
+    ends, *_ = re.findall(r'y1="([\d.-]+)" y2="([\d.-]+)" class="fitted a"', chart)
+    for value, up in zip((4, 12), ends, strict=True):
+        height = (fit.intercept + fit.slope * value) / top
+        assert float(up) == pytest.approx(1000 * (1 - height), abs=0.1)
+
+
+def test_a_sweep_with_a_point_that_failed() -> None:
+    good = swept(1.0, 2.0)
+    failed = Point(value=12, result=None, error="too <large>")
+    made = dataclasses.replace(good, arms=(("step", (*good.arms[0][1], failed)),))
+    text = " ".join(Reader(sweep_page("a sweep", made)).text.split())
+    assert "step, train.global_batch=12: too <large>" in text
+    assert "12 – –" in text
+
+
+def test_a_program_without_call_stacks_has_no_flame_graph() -> None:
+    bare = dataclasses.replace(attribution(), calls=(), history=None)
+    page = measurement_page(TITLE, measurement(bare))
+    assert 'class="flame"' not in page
+    assert 'class="timeline"' not in page
+
+
+def test_everything_that_moves_can_be_reached_by_keys() -> None:
+    page = measurement_page(TITLE, measurement(attribution()))
+    assert '<input type="range"' in page
+    assert page.count('tabindex="0"') == 1, "one stop of the Tab key for the whole graph"
+    items = page.count('role="treeitem"')
+    assert items > 5
+    assert page.count('tabindex="-1"') == items - 1
+    assert page.count("aria-level=") == items
+    for key in ("ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Enter", "Escape"):
+        assert key in SCRIPT
 
 
 def test_the_change_has_its_sign() -> None:
-    text = Reader(outcomes_page(TITLE, [outcome()])).text
+    page = outcomes_page(TITLE, [outcome()])
     before, after = (attribution(factor).heap_bytes for factor in (1.0, 0.6))
-    assert f"({after / before - 1:+.1%})".replace("-", "−") in text
+    share = f"{after / before - 1:+.1%}".replace("-", "−")
+    assert f'(<span class="less">{share}</span>)' in page
 
 
 def test_a_program_on_its_own_has_no_letter() -> None:
@@ -383,6 +592,62 @@ def test_a_browser_has_nothing_to_complain_of(tmp_path: Path) -> None:
     ended = chromium(tmp_path, f"--screenshot={picture}", "--window-size=1000,2000", page.as_uri())
     assert "CONSOLE" not in ended.stderr
     assert picture.stat().st_size > 20_000
+
+
+# Uses the page by keys and by a finger, and writes what it then shows into the title.
+USE = """<script>addEventListener("load", () => {
+  const key = (item, name) =>
+    item.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const text = (of) => document.querySelector(of).textContent;
+  const found = [];
+  const slider = document.querySelector(".cursor input");
+  slider.value = 10;
+  slider.dispatchEvent(new Event("input"));
+  found.push(text(".readout"), slider.getAttribute("aria-valuetext"));
+  const area = document.querySelector(".area").getBoundingClientRect();
+  const at = { clientX: area.left + area.width / 4, bubbles: true };
+  document.querySelector(".area").dispatchEvent(new PointerEvent("pointerdown", at));
+  found.push(text(".readout b"));
+  document.querySelector(".frames div").focus();
+  for (const name of ["ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown", "Enter"]) {
+    key(document.activeElement, name);
+    found.push(document.activeElement.title);
+  }
+  const items = [...document.querySelectorAll(".frames div")];
+  found.push(items.filter((item) => item.hidden).length, text(".said"));
+  key(document.activeElement, "Escape");
+  found.push(items.filter((item) => item.hidden).length);
+  document.title = JSON.stringify(found);
+});</script>"""
+
+
+def test_it_can_be_used_by_keys_and_by_touch(tmp_path: Path) -> None:
+    heap = attribution()
+    assert heap.history
+    page = tmp_path / "page.html"
+    page.write_text(
+        measurement_page("a page", measurement(heap)).replace("</body>", f"{USE}</body>")
+    )
+    dumped = chromium(tmp_path, "--dump-dom", page.as_uri()).stdout
+    found = json.loads(html.unescape(re.findall("<title>(.*?)</title>", dumped)[0]))
+    readout, said, touched, first, second, beside, back, again, zoomed, hidden, told, shown = found
+    at, quarter = heap.history.positions[10], heap.history.positions.index(152)
+    total = heap.history.totals()
+    assert said == f"{total[10] / 1e6:,.1f} MB at position {at}"
+    largest, size = heap.history.largest[10][0]
+    assert f"{size / 1e6:,.1f} MB{heap.history.buffers[largest].role}" in readout
+    assert touched in {f"{total[quarter + step] / 1e6:,.1f} MB" for step in (-1, 0, 1)}
+    assert first.startswith("train_step model/step.py:9: ")
+    assert second.startswith("Layer.call model/layer.py:")
+    assert beside.startswith("Layer.call model/layer.py:")
+    assert beside != second
+    assert back == first
+    assert again == zoomed == told == second
+    frames = frames_of(measurement_page("a page", measurement(heap)))
+    ((left, width),) = [(x, w) for x, w, _, title in frames if title == second]
+    outside = [x for x, w, *_ in frames if x + w <= left + 0.01 or x >= left + width - 0.01]
+    assert hidden == len(outside) > 0
+    assert shown == 0
 
 
 def test_it_is_no_wider_than_a_phone(tmp_path: Path) -> None:

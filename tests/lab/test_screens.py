@@ -225,8 +225,8 @@ def test_no_more_is_said_than_follows_from_bounds(case: tuple[bool, bool, int, i
         else []
     )
     page = outcomes_page("bounds", [told])
-    percent = "(−50.0%)" if case[2] > case[3] else "(+100.0%)"
-    assert (f"<small> ms {percent}</small>" in page) == alike
+    css, percent = ("less", "−50.0%") if case[2] > case[3] else ("more", "+100.0%")
+    assert (f'<small> ms (<span class="{css}">{percent}</span>)</small>' in page) == alike
     assert ("<small> ms</small>" in page) != alike
 
 

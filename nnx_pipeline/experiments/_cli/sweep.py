@@ -6,13 +6,12 @@ from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.experiments.growth import MESH, sweep
 from nnx_pipeline.lab._cli.options import chosen_config, given, is_given
-from nnx_pipeline.lab._cli.outputs import Outputs
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Target
-from nnx_pipeline.lab._files import save_figure
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.sweep import sweep_chart, sweep_view
+from nnx_pipeline.lab._report.sweep import sweep_view
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.errors import InputError
 
@@ -23,7 +22,7 @@ def run_sweep(
     chosen: Chosen,
     target: Target,
     cache: Cache,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     """Compiles a program for each value of a config field and reports the figures.
 
@@ -33,7 +32,7 @@ def run_sweep(
     - `chosen`: the preset and its overrides, which must not name a swept field.
     - `target`: the mesh and the platform; figures of one kind of matrix products only.
     - `cache`: where figures are kept and looked up.
-    - `outputs`: where the result goes; a sweep has no page.
+    - `outputs`: where the result goes.
 
     Raises InputError for options that do not go together, and Failed if a program did not compile.
     """
@@ -41,7 +40,7 @@ def run_sweep(
     if target.gemm == "both":
         raise InputError("--sweep cannot be combined with --gemm both; leave it out")
     flags = given()
-    for option in ("html_path", "markdown_path", "format", "fail_above"):
+    for option in ("markdown_path", "format", "fail_above"):
         if option in flags:
             raise InputError(f"--sweep cannot be combined with {flags[option]}; leave it out")
     fields = dict(_parsed(text) for text in texts)
@@ -64,8 +63,7 @@ def run_sweep(
     title = f"{', '.join(names) or 'training step'} of {chosen.model} on {on}: per device"
     show(sweep_view(title, result), json_path=outputs.json_path)
     emit_json(outputs.json_path, result.to_json())
-    if outputs.chart_path:
-        save_figure(sweep_chart(title, result), outputs.chart_path)
+    outputs.write_sweep(title, result)
     if result.errors:
         raise Failed(f"failed: {'; '.join(result.errors)}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nnx_pipeline.lab._cli import completion, options
-from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, Outputs, Written
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, MemoryOutputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
     GivenArguments,
@@ -233,14 +233,14 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
     metavar="N",
     help="Rows of the table; all other buffers are summed in one more row.",
 )
-@options.report_options
+@options.memory_options
 def memory_command(
     name: str | None,
     inputs: GivenArguments,
     chosen: Chosen,
     target: Target,
     top: int,
-    outputs: Outputs,
+    outputs: MemoryOutputs,
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, Outputs, Written
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, MemoryOutputs, Outputs, Written
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import GivenArguments, Subject
@@ -14,7 +14,7 @@ from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import same_memory
+from nnx_pipeline.lab._report.view.figures import in_place_of_report
 from nnx_pipeline.lab._report.view.remarks import ADVICE
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
@@ -88,15 +88,15 @@ def run_platforms(
 
 
 def run_memory(
-    subject: Subject, platforms: Sequence[Platform], outputs: Outputs, most: int
+    subject: Subject, platforms: Sequence[Platform], outputs: MemoryOutputs, most: int
 ) -> None:
     results, title = measured(subject, platforms), subject.title()
     attributions = [_with_buffers(result) for result in results]
-    differ = len({result.memory for result in results}) > 1
-    for result in results:
+    lines = [in_place_of_report(results[0], other) for other in results[1:]]
+    for result, line in zip(results, [None, *lines], strict=True):
         # A second program with the same memory is one line rather than the same table again.
-        if result is not results[0] and not differ:
-            show(same_memory(result.platform), json_path=outputs.json_path)
+        if line is not None:
+            show(line, json_path=outputs.json_path)
             continue
         show(report.memory_report(title, result, top=most), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
@@ -109,7 +109,7 @@ def run_memory(
         for result, attribution in zip(results, attributions, strict=True)
     ]
     emit_json(outputs.json_path, report.with_other_gemm(rows))
-    shown = results if differ else results[:1]
+    shown = results if None in lines else results[:1]
     outputs.write_measurement(title, shown, most)
 
 

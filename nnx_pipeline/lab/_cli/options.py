@@ -11,7 +11,13 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.lab._cli import completion
-from nnx_pipeline.lab._cli.outputs import FORMATS, ComparisonOutputs, Outputs, Written
+from nnx_pipeline.lab._cli.outputs import (
+    FORMATS,
+    ComparisonOutputs,
+    MemoryOutputs,
+    Outputs,
+    Written,
+)
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
@@ -62,7 +68,7 @@ format_option = click.option(
     help="Write --json in the form that github-action-benchmark or Bencher reads.",
 )
 
-_PICTURES = (
+_page_and_chart = (
     click.option(
         "--html",
         "html_path",
@@ -76,12 +82,12 @@ _PICTURES = (
         help="Draw memory by role as .png or .svg, for a pull request.",
     ),
 )
-report_options = bundled("outputs", Outputs, *_PICTURES, json_option, explain_option)
+report_options = bundled("outputs", Outputs, *_page_and_chart, json_option, explain_option)
 
 comparison_options = bundled(
     "outputs",
     ComparisonOutputs,
-    *_PICTURES,
+    *_page_and_chart,
     click.option(
         "--markdown",
         "markdown_path",
@@ -102,6 +108,16 @@ comparison_options = bundled(
         "repeated.",
     ),
     explain_option,
+)
+
+pprof_option = click.option(
+    "--pprof",
+    "pprof_path",
+    metavar="PATH",
+    help="Write the heap at its peak by call stack, for `go tool pprof` and what reads its files.",
+)
+memory_options = bundled(
+    "outputs", MemoryOutputs, *_page_and_chart, pprof_option, json_option, explain_option
 )
 
 written_options = bundled(

@@ -14,18 +14,28 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.lab._cli.support import Failed
-from nnx_pipeline.lab._files import check_picture, save_figure, write_output, write_text
+from nnx_pipeline.lab._files import (
+    check_picture,
+    save_figure,
+    write_output,
+    write_text,
+    write_whole,
+)
 from nnx_pipeline.lab.errors import InputError
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab._report.markdown import ChangedLines
     from nnx_pipeline.lab.comparison._worse import Limit
     from nnx_pipeline.lab.comparison.outcome import Outcome
+    from nnx_pipeline.lab.comparison.sweep import Sweep
     from nnx_pipeline.lab.compile.measure import Measurement
 
 # Where results go, and what is said beside them; they change no result.
 FORMATS = ("github-action-benchmark", "bencher")  # of other tools that read JSON
-_OUTPUTS = ("html_path", "chart_path", "json_path", "explain", "markdown_path", "link", "format")
+_OUTPUTS = (
+    *("html_path", "chart_path", "json_path", "pprof_path", "explain"),
+    *("markdown_path", "link", "format"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +91,14 @@ class Outputs(Explained):
     def check(self) -> None:
         from nnx_pipeline.lab._report.output import check_outputs
 
-        check_outputs(html=self.html_path, chart=self.chart_path, json=self.json_path)
+        names = ("html", "chart", "pprof", "json")
+        check_outputs(**{name: getattr(self, f"{name}_path", None) for name in names})
         check_picture(self.chart_path, "--chart")
+
+
+@dataclass(frozen=True)
+class MemoryOutputs(Outputs):
+    pprof_path: str | None
 
     def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
         if self.html_path:
@@ -94,6 +110,10 @@ class Outputs(Explained):
             from nnx_pipeline.lab._report.chart import program_chart
 
             save_figure(program_chart(title, *measured), self.chart_path)
+        if self.pprof_path and (heap := measured[0].attribution):
+            from nnx_pipeline.lab._report.pprof import pprof_profile
+
+            write_whole(self.pprof_path, pprof_profile(heap, f"{title}: {_command_line()}"))
 
 
 @dataclass(frozen=True)
@@ -162,6 +182,16 @@ class ComparisonOutputs(Outputs, Formatted):
                 write_output(text)
             else:
                 write_text(self.markdown_path, text)
+
+    def write_sweep(self, title: str, sweep: Sweep) -> None:
+        if self.html_path:
+            from nnx_pipeline.lab._page import sweep_page
+
+            write_text(self.html_path, sweep_page(title, sweep, command=_command_line()))
+        if self.chart_path:
+            from nnx_pipeline.lab._report.sweep import sweep_chart
+
+            save_figure(sweep_chart(title, sweep), self.chart_path)
 
     def fail_if_worse(self, outcomes: Sequence[Sequence[Outcome]]) -> None:
         """Raises Failed where arm b exceeds arm a by more than `--fail-above` allows."""

@@ -1,5 +1,5 @@
-"""Reports as one HTML page, light or dark, for a phone or paper, without network or script."""
+"""Reports as one HTML page, light or dark, for a phone or paper, without network."""
 
-from nnx_pipeline.lab._page.document import measurement_page, outcomes_page
+from nnx_pipeline.lab._page.document import measurement_page, outcomes_page, sweep_page
 
-__all__ = ["measurement_page", "outcomes_page"]
+__all__ = ["measurement_page", "outcomes_page", "sweep_page"]

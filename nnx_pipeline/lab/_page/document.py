@@ -5,9 +5,13 @@ from datetime import UTC, datetime
 from itertools import zip_longest
 
 from nnx_pipeline.lab._page import tables
-from nnx_pipeline.lab._page.charts import DrawnArm, role_bars, timeline
+from nnx_pipeline.lab._page.charts import DrawnArm, role_bars
+from nnx_pipeline.lab._page.flame import flame
 from nnx_pipeline.lab._page.markup import Markup, element, fragment
+from nnx_pipeline.lab._page.script import SCRIPT
 from nnx_pipeline.lab._page.style import STYLE
+from nnx_pipeline.lab._page.sweep import sweep_sections
+from nnx_pipeline.lab._page.timeline import timeline
 from nnx_pipeline.lab._report.view import figures
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, outside_the_heap
 from nnx_pipeline.lab._report.view.figures import QUANTITIES, TRITON, megabytes
@@ -16,6 +20,7 @@ from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import BUFFERS, MEMORY, TIME, VERDICTS
 from nnx_pipeline.lab.attribution._result import difference
 from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.comparison.sweep import Sweep
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import counted
 
@@ -59,6 +64,13 @@ def measurement_page(
     return _page(title, closing_remarks(measured), command, MEMORY | TIME | BUFFERS, body)
 
 
+def sweep_page(title: str, sweep: Sweep, *, command: str = "") -> str:
+    measured = [point.result for _, points in sweep.arms for point in points if point.result]
+    failed = [Remark(error, "error") for error in sweep.errors]
+    notes = [*failed, *closing_remarks(measured, hint=False)]
+    return _page(title, notes, command, MEMORY | TIME, sweep_sections(sweep))
+
+
 def _page(
     title: str, notes: Sequence[Remark], command: str, words: Mapping[str, str], body: Markup
 ) -> str:
@@ -87,7 +99,11 @@ def _page(
         element("title", title),
         element("style", Markup(STYLE)),
     )
-    page = element("html", head, element("body", header, element("main", body), footer), lang="en")
+    # A page without a chart that can be moved has no script.
+    moves = any(f'class="{name}"' in body for name in ("timeline", "flame"))
+    script = element("script", Markup(SCRIPT)) if moves else None
+    shown = element("body", header, element("main", body), footer, script)
+    page = element("html", head, shown, lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
 
 
@@ -194,10 +210,13 @@ def _headline(arms: Sequence[tables.LabelledProgram]) -> Markup | None:
 
 
 def _unit(values: Sequence[float | None], unit: str) -> Markup:
-    words = f" {unit}"
-    if len(values) == 2 and values[0] and values[1] is not None:
-        words += f" ({figures.relative_change(values[0], values[1])})"
-    return element("small", words)
+    before, after = values if len(values) == 2 else (None, None)
+    if not before or after is None:
+        return element("small", f" {unit}")
+    changed = figures.relative_change(before, after)
+    # What rounds to nothing has no colour.
+    css = ("more" if after > before else "less") if changed.strip("+−0.%") else None
+    return element("small", f" {unit} (", element("span", changed, class_=css), ")")
 
 
 def _memory(arms: Sequence[tables.LabelledProgram], top: int) -> Markup | None:
@@ -207,14 +226,18 @@ def _memory(arms: Sequence[tables.LabelledProgram], top: int) -> Markup | None:
         return None
     # A program on its own has no letter; it is drawn in the colour of b.
     drawn = [
-        DrawnArm(arm.key or "b", "this program" if is_alone else arm.label, heap, is_alone)
+        DrawnArm(
+            arm.key or "b",
+            "this program" if is_alone else arm.label,
+            heap,
+            is_alone,
+            _room(arm.result),
+        )
         for arm in measured
         if arm.result and (heap := arm.result.attribution)
     ]
     if not drawn:
         return element("p", NO_ATTRIBUTION, class_="quiet")
-    # A program whose heap never holds anything has no timeline.
-    moving = [arm for arm in drawn if arm.attribution.timeline]
     lists = []
     if len(drawn) == 2 and (changes := difference(*(arm.attribution for arm in drawn))):
         caption = f"What changed, {_of(MOST_ROWS, changes)}"
@@ -228,10 +251,18 @@ def _memory(arms: Sequence[tables.LabelledProgram], top: int) -> Markup | None:
     return fragment(
         role_bars(drawn),
         tables.roles_table(drawn),
-        timeline(moving) if moving else None,
+        timeline(drawn),
+        flame(drawn),
         element("p", NO_ATTRIBUTION, class_="quiet") if len(drawn) < len(measured) else None,
         [element("section", part) for part in lists],
     )
+
+
+def _room(result: Measurement) -> int | None:
+    """What the memory of a device leaves for the heap; None where that is not known."""
+    if result.device_memory_bytes is None or result.memory.heap_bytes is None:
+        return None
+    return result.device_memory_bytes - (result.needed_bytes - result.memory.heap_bytes)
 
 
 def _of(most: int, rows: Sequence[object]) -> str:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from nnx_pipeline.lab.errors import printable
 
-_VOID = {"meta", "link", "rect", "path", "line"}
+_VOID = {"meta", "link", "input", "rect", "path", "line"}
 
 
 class Markup(str):
@@ -26,7 +26,7 @@ def element(name: str, /, *content: "Content", **attributes: str | float | bool 
     """
     begin = f"<{name}{''.join(_attribute(*pair) for pair in attributes.items())}>"
     if name in _VOID:
-        return Markup(begin if name in ("meta", "link") else begin[:-1] + "/>")
+        return Markup(begin if name in ("meta", "link", "input") else begin[:-1] + "/>")
     return Markup(f"{begin}{fragment(*content)}</{name}>")
 
 

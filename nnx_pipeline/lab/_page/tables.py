@@ -1,7 +1,7 @@
 """The tables of an HTML page."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
@@ -85,7 +85,7 @@ def _named(role: str, name: str = "") -> Content:
     return [element("span", class_="swatch", style=colour, aria_hidden="true"), name or role]
 
 
-def _what(row: BufferRow) -> Content:
+def what(row: BufferRow) -> Content:
     return [
         element("span", row.shape or row.operation or "no value", class_="code"),
         element("span", row.source, class_="quiet code") if row.source != DASH else None,
@@ -96,7 +96,7 @@ def _what(row: BufferRow) -> Content:
 def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
     cells = [
         (
-            _what(row),
+            what(row),
             _named(row.role),
             f"{row.count}" if row.count > 1 else "",
             megabytes(row.bytes),
@@ -109,7 +109,7 @@ def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
 def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Markup:
     cells = [
         (
-            _what(row),
+            what(row),
             _named(of.role, row.role),
             megabytes(of.a_bytes),
             megabytes(of.b_bytes),
@@ -129,9 +129,7 @@ def account_table(arms: Sequence[LabelledProgram]) -> Markup:
         values = [sizes.get(label, 0) if sizes else None for sizes in known]
         cells = [megabytes(value) for value in values]
         if len(values) == 2:
-            # A donation, and memory that is used twice, save as much in other rows.
-            saves = label == ROWS["donated_argument_bytes"] or label.startswith(" ")
-            cells.append(change(*values, coloured=not saves))
+            cells.append(change(*values, coloured=_is_own(label, known)))
         if label == total:
             rows.append([element("b", part) for part in (label, *cells)])
         elif label.startswith(" "):
@@ -141,6 +139,16 @@ def account_table(arms: Sequence[LabelledProgram]) -> Markup:
     head = ["device memory, MB", *(arm.key or "MB" for arm in arms)]
     head += ["b − a"] * (len(arms) == 2)
     return table(None, head, rows, numbers=len(head) - 1, narrow=True)
+
+
+def _is_own(label: str, known: Sequence[Mapping[str, int | None] | None]) -> bool:
+    """Whether a row's change is a gain or a loss: not where arguments are donated or no longer,
+    which only moves them to another row, nor in memory that is used twice."""
+    donated, kept = ROWS["donated_argument_bytes"], ROWS["kept_argument_bytes"]
+    if label in (donated, kept):
+        arguments = [(rows[kept] or 0) + (rows[donated] or 0) for rows in known if rows]
+        return label == kept and len(set(arguments)) > 1
+    return not label.startswith(" ")
 
 
 def figures_table(arms: Sequence[LabelledProgram]) -> Markup:

@@ -45,7 +45,7 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
 
 
 def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -> Columns:
-    rows = [_figures(point) for point in points.values()]
+    rows = [figures_of(point) for point in points.values()]
     known = [at for at in range(len(COLUMNS)) if any(row[at] != DASH for row in rows)]
     heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
     table = Columns([Column(""), *(heads[at] for at in known)], is_bare=True)
@@ -57,13 +57,13 @@ def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -
         add(name, row)
     if any(fits):
         table.add_section()
-        add(f"slope per {unit}", list(map(_slope, fits, UNITS.values())))
+        add(f"slope per {unit}", list(map(slope_words, fits, UNITS.values())))
         shares = [fit.r_squared if fit else None for fit in fits]
         add("r²", [DASH if share is None else f"{share:.3f}" for share in shares])
     return table
 
 
-def _figures(point: Point) -> list[str]:
+def figures_of(point: Point) -> list[str]:
     if point.result is None:
         return [DASH] * len(COLUMNS)
     flops = point.figure("flops")
@@ -74,7 +74,7 @@ def _figures(point: Point) -> list[str]:
     ]
 
 
-def _slope(fit: Fit | None, unit: float) -> str:
+def slope_words(fit: Fit | None, unit: float) -> str:
     if fit is None:
         return DASH
     value = fit.slope / unit
@@ -110,17 +110,13 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
 
 
 def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
-    results = [point.result for _, points in sweep.arms for point in points if point.result]
-    is_bound = name == "step_seconds" and any(
-        result.time and result.time.is_lower_bound for result in results
-    )
-    title, unit = PANELS[name] + ", lower bounds" * is_bound, UNITS[name]
+    title, unit = PANELS[name] + ", lower bounds" * is_bound(name, sweep), UNITS[name]
     axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axes.set_xlabel(sweep.heading(), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e5ea", linewidth=0.8)
     axes.tick_params(labelsize=8)
-    places = _places(sweep.arms[0][1])
+    places = places_of(sweep.arms[0][1])
     axes.set_xticks(places, sweep.names())
     for colour, (label, points) in zip(ARM_COLOURS, sweep.arms, strict=False):
         figures = [point.figure(name) for point in points]
@@ -138,7 +134,13 @@ def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _places(points: Sequence[Point]) -> list[float]:
+def is_bound(name: str, sweep: Sweep) -> bool:
+    """Whether a figure is a lower bound for any program."""
+    results = [point.result for _, points in sweep.arms for point in points if point.result]
+    return name == "step_seconds" and any(one.time and one.time.is_lower_bound for one in results)
+
+
+def places_of(points: Sequence[Point]) -> list[float]:
     """The x position of each value; values that are not all numbers are spaced evenly."""
     values = [point.value for point in points]
     return list(map(float, values if all(map(is_number, values)) else range(len(values))))

@@ -242,8 +242,8 @@ def show_measurements(
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
     show(view(results[0]), json_path=json_path)
     for other in results[1:]:
-        differs = other.memory != results[0].memory
-        show(view(other) if differs else figures.same_memory(other.platform), json_path=json_path)
+        line = figures.in_place_of_report(results[0], other)
+        show(view(other) if line is None else line, json_path=json_path)
 
 
 def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:

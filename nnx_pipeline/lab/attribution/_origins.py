@@ -43,6 +43,7 @@ class ValueOrigin:
     operation: str  # its op_name, or the copied argument's name; "" for neither
     source: str | None  # as `file.py:12`
     caller: str | None = None  # of the function of that line, where several lead to it
+    speaker: Instruction | None = None  # the one whose line it is
 
 
 def source_of(instruction: Instruction) -> str | None:
@@ -123,6 +124,16 @@ class Origins:
             self._found[value] = self._search(value)
         return self._found[value]
 
+    def stack_of(self, origin: ValueOrigin) -> tuple[Frame, ...]:
+        """The frames from an origin's line outwards, as far as they are right for this value."""
+        speaker = origin.speaker
+        if speaker is None:
+            return ()
+        whole = self.one_line.issuperset(_inner_jits(speaker))
+        frames = _stack_of(speaker) if whole else _stack_in_call(speaker)
+        # A loop in a loop has the frames around it twice.
+        return tuple(dict.fromkeys(frames or _stack_of(speaker)[:1]))
+
     def of_work(self, instruction: Instruction) -> tuple[str | None, str | None]:
         """The line of an instruction and its caller; of one without a line that of its value."""
         if self._is_of_its_line(instruction):
@@ -143,7 +154,7 @@ class Origins:
         else:
             return ValueOrigin(None, "", None)
         caller = self._callers.of(speaker)
-        return ValueOrigin(found or here, operation, source_of(speaker), caller)
+        return ValueOrigin(found or here, operation, source_of(speaker), caller, speaker)
 
     @cached_property
     def _callers(self) -> Callers:

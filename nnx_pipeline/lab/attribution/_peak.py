@@ -1,18 +1,21 @@
 """Finds what the heap of a compiled program holds at its peak, from its buffer assignment."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from nnx_pipeline.lab._hlo.buffers import BufferText, BufferValue
 from nnx_pipeline.lab._hlo.dataflow import Flow, Value
 from nnx_pipeline.lab._hlo.module import Module, shapes_of
+from nnx_pipeline.lab._tracing.installed import Frame
 from nnx_pipeline.lab.attribution._origins import Origins
-from nnx_pipeline.lab.attribution._result import Attribution, Buffer
+from nnx_pipeline.lab.attribution._result import Attribution, Buffer, Call, History
 from nnx_pipeline.lab.attribution._roles import Roles
 from nnx_pipeline.lab.attribution.account import HOST, free_parts, in_outputs
 
 MOST_POINTS = 2000  # in a timeline
+MOST_POSITIONS, MOST_LARGEST = 300, 5  # in a history: positions, and kinds of buffers at each
 _SPACES = {
     1: ", on a TPU the on-chip memory",
     2: ", on a TPU semaphores",
@@ -43,18 +46,24 @@ def attribute(
     rows = _rows(values, peak, reader)
     rows += _holes(values, heap - sum(row.bytes for row in rows), buffers)
     there = reader.origins.of((buffers.schedule.get(peak, ""), ()))
+    outside = {
+        "constants": _largest_first(_constants(buffers, reader)),
+        "in_outputs": _largest_first([reader.buffer(*found) for found in in_outputs(buffers)]),
+    }
+    history = _history(values, [at for at, _ in _thinned(curve, peak, MOST_POSITIONS)], reader)
     return Attribution(
         heap_bytes=heap,
         temp_bytes=temp_bytes,
         peak_position=peak,
         buffers=_largest_first(rows),
         other=_largest_first(_beyond_the_heap(buffers, heap, temp_bytes)),
-        timeline=_timeline(curve, peak),
+        timeline=_thinned(curve, peak, MOST_POINTS),
         peak_operation=there.operation,
         peak_source=there.source,
         positions=len(buffers.schedule),
-        constants=_largest_first(_constants(buffers, reader)),
-        in_outputs=_largest_first([reader.buffer(*temporary) for temporary in in_outputs(buffers)]),
+        history=history if values else None,
+        calls=reader.calls.table(),
+        **outside,
     )
 
 
@@ -74,11 +83,33 @@ class _Slot(NamedTuple):
     value: BufferValue
 
 
+class _Calls:
+    """The call stacks of a program as one table, in which a call has the number of its caller."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Frame, int | None], int] = {}
+
+    def of(self, stack: Sequence[Frame]) -> int | None:
+        """The number of the innermost call of a stack, which is its first; None for no stack."""
+        caller: int | None = None
+        for frame in reversed(stack):
+            caller = self._numbers.setdefault((frame, caller), len(self._numbers))
+        return caller
+
+    def table(self) -> tuple[Call, ...]:
+        return tuple(
+            Call(file=file, line=line, function=function, caller=caller)
+            for (file, line, function), caller in self._numbers
+        )
+
+
 class _Reader:
     def __init__(self, buffers: BufferText, module: Module, one_line: frozenset[str]) -> None:
         self.flow = Flow(module)
         self.origins = Origins(self.flow, one_line)
         self.roles = Roles(self.flow, self.origins)
+        self.calls = _Calls()
+        self._known: dict[tuple[BufferValue, int], Buffer] = {}
         self.schedule = buffers.schedule
         self.position = {name: position for position, name in buffers.schedule.items()}
 
@@ -96,6 +127,12 @@ class _Reader:
         return placed.name, placed.index
 
     def buffer(self, placed: BufferValue, size: int) -> Buffer:
+        key = placed, size
+        if key not in self._known:
+            self._known[key] = self._described(placed, size)
+        return self._known[key]
+
+    def _described(self, placed: BufferValue, size: int) -> Buffer:
         value = self.value(placed)
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
@@ -110,6 +147,7 @@ class _Reader:
             role=self.roles.of(value, shape),
             first=placed.first,
             last=placed.last,
+            call=self.calls.of(self.origins.stack_of(origin)),
         )
 
 
@@ -201,9 +239,38 @@ def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
     return tuple(sorted(rows, key=lambda row: (-abs(row.bytes), row.first, row.name)))
 
 
-def _timeline(curve: dict[int, int], peak: int) -> tuple[tuple[int, int], ...]:
+def _history(slots: list[_Slot], positions: list[int], reader: _Reader) -> History:
+    kinds: dict[tuple[str | None, ...], tuple[int, Buffer]] = {}
+    of_roles: list[Counter[str]] = []
+    largest = []
+    for position in positions:
+        of_kinds, of_role = Counter[int](), Counter[str]()
+        for row in _rows(slots, position, reader):
+            kind = row.role, row.shape, row.operation, row.source, row.caller
+            of_kinds[kinds.setdefault(kind, (len(kinds), row))[0]] += row.bytes
+            of_role[row.role] += row.bytes
+        of_roles.append(of_role)
+        largest.append(of_kinds.most_common(MOST_LARGEST))
+    # Only what is shown is kept, under new numbers.
+    rows = [row for _, row in kinds.values()]
+    shown = list(dict.fromkeys(number for at_one in largest for number, _ in at_one))
+    numbers = {old: new for new, old in enumerate(shown)}
+    roles = tuple(sum(of_roles, Counter[str]()))
+    return History(
+        positions=tuple(positions),
+        roles=roles,
+        bytes=tuple(tuple(of_role[role] for role in roles) for of_role in of_roles),
+        buffers=tuple(rows[number] for number in shown),
+        largest=tuple(
+            tuple((numbers[number], size) for number, size in at_one) for at_one in largest
+        ),
+    )
+
+
+def _thinned(curve: dict[int, int], peak: int, most: int) -> tuple[tuple[int, int], ...]:
+    """At most so many points of a curve: the highest of each stretch of it."""
     points = list(curve.items())
-    stretch = -(-len(points) // MOST_POINTS)
+    stretch = -(-len(points) // most)
     pieces = [points[start : start + stretch] for start in range(0, len(points), stretch or 1)]
     # The peak itself is kept even where another position of its stretch is as high.
     return tuple(

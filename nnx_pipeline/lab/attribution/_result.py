@@ -30,6 +30,32 @@ class Buffer:
     first: int  # the positions in the schedule between which the value is live
     last: int
     caller: str | None = None  # of the function of that line; None unless there are several
+    call: int | None = None  # of that line, in `Attribution.calls`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A line of the program's own code that runs in a call stack."""
+
+    file: str
+    line: int
+    function: str  # "" where the program does not say it
+    caller: int | None  # what called that function, in the same table
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What lives in the heap at some positions of the schedule, and at the peak among them."""
+
+    positions: tuple[int, ...]
+    roles: tuple[str, ...]
+    bytes: tuple[tuple[int, ...], ...]  # at each position, of each role
+    buffers: tuple[Buffer, ...]  # one of each kind of those that are largest somewhere
+    largest: tuple[tuple[tuple[int, int], ...], ...]  # at each position: which of them, and bytes
+
+    def totals(self) -> list[int]:
+        """The live bytes at each position."""
+        return [sum(sizes) for sizes in self.bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +73,16 @@ class Attribution:
     positions: int = 0  # how many the schedule has
     constants: tuple[Buffer, ...] = ()  # of the program itself, not in the heap
     in_outputs: tuple[Buffer, ...] = ()  # temporaries in the memory of outputs, each byte once
+    calls: tuple[Call, ...] = ()  # the call stacks of all lines
+    history: History | None = None  # None where nothing says what the values are
+
+    def stack(self, call: int | None) -> list[Call]:
+        """The call stack of a buffer's line, innermost call first; empty where there is none."""
+        found = []
+        while call is not None:
+            found.append(self.calls[call])
+            call = found[-1].caller
+        return found
 
     def by_role(self) -> dict[str, int]:
         """The bytes of each role, largest first; they sum to `heap_bytes`."""

@@ -8,7 +8,13 @@ from rich.text import Text
 from nnx_pipeline.lab._timing.result import Time
 from nnx_pipeline.lab.attribution.account import ROWS, Memory
 from nnx_pipeline.lab.comparison._numerics import Numerics
-from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
+from nnx_pipeline.lab.comparison.outcome import (
+    NAMES,
+    NO_EFFECT,
+    NOT_APPLICABLE,
+    Outcome,
+    Quantity,
+)
 from nnx_pipeline.lab.compile.measure import Measurement
 
 DASH = "–"
@@ -43,6 +49,22 @@ def products_by(measured: Measurement) -> str:
 
 def same_memory(platform: str) -> Text:
     return Text(f"matrix products by {library(platform)}: the same memory")
+
+
+def in_place_of_report(first: Measurement, other: Measurement) -> Text | None:
+    """The line that stands for the report of a program by another kind of matrix products; None
+    where its heap or its account differs by 1 % or more."""
+    line = same_memory(other.platform)
+    if other.memory != first.memory:
+        pairs = [(first.bytes_of(name), other.bytes_of(name)) for name in ("heap", "account")]
+        for before, after in pairs:
+            if before is None or after is None or abs(after - before) >= NO_EFFECT * before:
+                return None
+            words = f"the account is {megabytes(after)} MB ({relative_change(before, after)})"
+            line = Text(f"matrix products by {library(other.platform)}: {words}")
+    if other.time and other.time.step_seconds is not None:
+        line.append(f", the estimated step {estimated(other.time, 'step_seconds')} ms")
+    return line
 
 
 def megabytes(value: float | None) -> str:
