@@ -14,18 +14,20 @@ def execute(
     say: Progress = lambda line: None,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    keep_output: bool = False,
 ) -> tuple[int, str]:
     """The exit code of a process, and what it said on standard error.
 
     - `say`: called with each line of that.
     - `environment`: its variables; None for those of this process.
     - `folder`: where it runs; None for the current folder.
+    - `keep_output`: whether what it prints is kept too.
     """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE if keep_output else subprocess.DEVNULL,
+        stderr=subprocess.STDOUT if keep_output else subprocess.PIPE,
         text=True,
         errors="replace",
         env=environment,
@@ -33,7 +35,7 @@ def execute(
     )
     lines = []
     with process, cleared_away(process.kill):
-        for line in process.stderr or ():
+        for line in process.stdout or process.stderr or ():
             lines.append(line)
             say(line.rstrip())
     return process.returncode, "".join(lines)

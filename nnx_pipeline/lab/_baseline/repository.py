@@ -25,8 +25,12 @@ class Commit:
     id: str
     subject: str
 
+    @property
+    def short(self) -> str:
+        return self.id[:_SHORT]
+
     def __str__(self) -> str:
-        return f"{self.id[:_SHORT]} {self.subject}".strip()
+        return f"{self.short} {self.subject}".strip()
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,19 @@ class Repository:
         return Commit(name, self.read("log", "-1", "--format=%s", name).strip())
 
     def between(self, good: Commit, bad: Commit) -> list[Commit]:
-        """The commits after `good` up to `bad`, oldest first, along the first parents."""
+        """The commits after `good` up to `bad`, oldest first, along the first parents; raises
+        InputError unless `good` is an ancestor."""
         if self._run("merge-base", "--is-ancestor", good.id, bad.id).returncode:
             raise InputError(f"{good} is no ancestor of {bad}; the good revision is the older one")
-        listed = self.read(
-            "log", "--first-parent", "--reverse", "--format=%H %s", f"{good.id}..{bad.id}"
-        )
+        return self._along(good, bad)
+
+    def between_merged(self, trunk: Commit, branch: Commit) -> list[Commit]:
+        """The commits of a branch that its trunk has not, oldest first."""
+        return self._along(trunk, branch)
+
+    def _along(self, without: Commit, end: Commit) -> list[Commit]:
+        options = ("--first-parent", "--reverse", "--format=%H %s")
+        listed = self.read("log", *options, f"{without.id}..{end.id}")
         return [Commit(*line.split(" ", 1)) for line in listed.splitlines()]
 
     def parents(self, commit: Commit) -> list[Commit]:
