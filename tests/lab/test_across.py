@@ -17,9 +17,9 @@ from page_examples import attribution, measurement
 from test_tables import text
 
 from nnx_pipeline import InputError
-from nnx_pipeline.lab._cli import across
+from nnx_pipeline.lab._baseline import environment, process
+from nnx_pipeline.lab._baseline.environment import Unavailable, Wanted
 from nnx_pipeline.lab._cli.across import parse_versions
-from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.versions_table import versions_view
 from nnx_pipeline.lab.compile._cache import Cache
@@ -51,7 +51,14 @@ class Machine:
         self.failures: dict[str, tuple[int, str]] = {}
         self.made: dict[str, str] = {}
 
-    def execute(self, command: Sequence[str], *, say: Any = None, environment: Any = None) -> Any:
+    def execute(
+        self,
+        command: Sequence[str],
+        *,
+        say: Any = None,
+        environment: Any = None,
+        folder: Any = None,
+    ) -> Any:
         self.commands.append(list(command))
         python, *rest = command
         if rest[:2] == ["-m", "venv"]:
@@ -72,15 +79,26 @@ class Machine:
         made = measurement(attribution(self.heaps.get(version, 1.0)), platform="cpu")
         made = dataclasses.replace(made, versions={**made.versions, "jax": version})
         Path(rest[rest.index("--json") + 1]).write_text(json.dumps(made.to_json()))
-        assert (Path(environment["PYTHONPATH"]) / "nnx_pipeline" / "lab" / "_cli").is_dir()
+        given = json.loads(next(word for word in rest if word.startswith("{")))
+        behind = [one.name for folder in given["packages"] for one in Path(folder).iterdir()]
+        if python != sys.executable:  # all packages but those of another JAX
+            assert environment["PYTHONPATH"] == ""
+            assert {"flax", "jaxtyping"} <= set(behind)
+            assert not {"jax", "jaxlib", "libtpu"} & set(behind)
         return 0, "compiling\n"
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(across, "execute", made.execute)
+    for module in (environment, process):
+        monkeypatch.setattr(module, "execute", made.execute)
     return made
+
+
+def python_with(version: str, kind: str, folder: Path, say: Any) -> str:
+    wanted = Wanted("jax", version, f"--across jax={version}")
+    return environment.environment_with([wanted], kind, folder, say).python
 
 
 def folder() -> Path:
@@ -124,20 +142,20 @@ def test_an_interrupted_environment_is_made_again(run: Run, machine: Machine) ->
         return machine.execute(command, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(across, "execute", killed)
+        patch.setattr(environment, "execute", killed)
         assert measure_across(run, HERE, OLD).code == 130
     assert list(folder().iterdir()) == []
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     say = [].append
-    home = Path(across.python_with(NEW, "cpu", folder(), say)).parents[1]
+    home = Path(python_with(NEW, "cpu", folder(), say)).parents[1]
     half = home.with_name(f"{home.name}.building-{gone.pid}")
     busy = home.with_name(f"{home.name}.building-{os.getppid()}")
     half.mkdir()
     busy.mkdir()
     (home / "bin" / "python").unlink()
     machine.commands.clear()
-    python = across.python_with(NEW, "cpu", folder(), say)
+    python = python_with(NEW, "cpu", folder(), say)
     assert Path(python).exists()
     assert any("pip" in command for command in machine.commands)
     assert (half.exists(), busy.exists()) == (False, True)
@@ -148,11 +166,11 @@ def test_a_version_that_needs_another_python(
 ) -> None:
     machine.pip = {sys.executable: NEWER_PYTHON}
     monkeypatch.setattr("shutil.which", lambda name: f"/of/this/test/{name}")
-    python = across.python_with(OLD, "cpu", folder(), print)
+    python = python_with(OLD, "cpu", folder(), print)
     assert Path(python).read_text().startswith("/of/this/test/python3.")
-    monkeypatch.setattr(across, "OLDEST", across.NEWEST + 1)
+    monkeypatch.setattr(environment, "OLDEST", environment.NEWEST + 1)
     with pytest.raises(InputError, match=f"{OLD}: it supports none of the Pythons here"):
-        across.python_with(OLD, "tpu", folder(), print)
+        python_with(OLD, "tpu", folder(), print)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +279,11 @@ def test_the_table_at_80_columns() -> None:
 @pytest.mark.slow
 def test_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is needed, and not the project; a registry is needed, and less for a short test."""
-    monkeypatch.setattr(across, "requirements", lambda kind: ["click>=8.4"])
+    monkeypatch.setattr(environment, "requirements", lambda kind: ["click>=8.4"])
     said: list[str] = []
     try:
-        python = across.python_with(HERE, "cpu", tmp_path, said.append)
-    except Failed as error:  # what pip says where it reaches no registry
+        python = python_with(HERE, "cpu", tmp_path, said.append)
+    except Unavailable as error:  # what pip says where it reaches no registry
         if "No matching distribution found" not in str(error):
             raise
         pytest.skip(str(error))
@@ -275,5 +293,5 @@ def test_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     project = [python, "-I", "-c", "import nnx_pipeline"]
     assert subprocess.run(project, capture_output=True).returncode == 1
     said.clear()
-    assert across.python_with(HERE, "cpu", tmp_path, said.append) == python
+    assert python_with(HERE, "cpu", tmp_path, said.append) == python
     assert said == []

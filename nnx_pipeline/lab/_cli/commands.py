@@ -19,7 +19,7 @@ from nnx_pipeline.lab._cli.subject import (
     subject_of,
     subject_options,
 )
-from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Target, TwoArms
+from nnx_pipeline.lab._cli.values import Baseline, Chosen, Costing, Measuring, Target, TwoArms
 from nnx_pipeline.lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def measure_command(
 @inputs_options
 @options.config_options(required=False, hidden=True)
 @options.target_options(TwoArms)
+@options.baseline_options
 @options.measuring_options
 @options.cost_options
 @options.comparison_options
@@ -111,6 +112,7 @@ def compare_command(
     inputs: GivenArguments,
     chosen: Chosen,
     target: TwoArms,
+    before: Baseline,
     measuring: Measuring,
     costing: Costing,
     outputs: ComparisonOutputs,
@@ -136,6 +138,9 @@ def compare_command(
     --fail-above allows.
     """
     outputs.check()
+    if before.is_given:
+        _compare_with_baseline(names, inputs, chosen, target, before, outputs)
+        return
     if len(target.named) > 1 and not measuring.listed:
         _compare_platforms(names, inputs, chosen, target, costing, outputs)
         return
@@ -155,6 +160,28 @@ def compare_command(
     from nnx_pipeline.lab._cli.measuring import run_compare
 
     run_compare(pair, inputs, target, pairs, outputs)
+
+
+def _compare_with_baseline(
+    names: tuple[str, ...],
+    inputs: GivenArguments,
+    chosen: Chosen,
+    target: TwoArms,
+    before: Baseline,
+    outputs: Outputs,
+) -> None:
+    option = "--baseline" if before.baseline else "--with"
+    unread = ("xla_a", "xla_b", "listed", "sweeps", "fresh", "prices", "tokens")
+    options.refuse(option, *unread)
+    if len(names) > 1:
+        raise InputError(
+            f"{' '.join(names)}: with {option} one program is compared; leave out {names[1]}"
+        )
+    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
+    target = target.settled(on_mesh=subject.config is not None)
+    from nnx_pipeline.lab._cli.baseline import run_baseline
+
+    run_baseline(subject, before, target, outputs)
 
 
 def _compare_platforms(

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 import click
 
 from nnx_pipeline.lab._cli import commands
+from nnx_pipeline.lab._cli.bisecting import bisect_command
 from nnx_pipeline.lab._cli.support import main_of
 
 ADDED = "nnx_pipeline.commands"  # entry points: commands that other packages and folders have
@@ -21,6 +22,7 @@ MEASURING = (
     commands.measure_command,
     commands.compare_command,
     commands.memory_command,
+    bisect_command,
     commands.lint_command,
     commands.platforms_command,
 )

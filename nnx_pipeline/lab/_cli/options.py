@@ -19,7 +19,7 @@ from nnx_pipeline.lab._cli.outputs import (
     Written,
 )
 from nnx_pipeline.lab._cli.presets import presets
-from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Place, Target
+from nnx_pipeline.lab._cli.values import Baseline, Chosen, Costing, Measuring, Place, Target
 from nnx_pipeline.lab.errors import MOST, InputError
 from nnx_pipeline.lab.mesh import AXES
 
@@ -248,6 +248,25 @@ cost_options = bundled(
     ),
 )
 
+baseline_options = bundled(
+    "before",
+    Baseline,
+    click.option(
+        "--baseline",
+        metavar="REVISION|FILE",
+        help="Compare with the same program at a git revision, such as main, or with a result that "
+        "memory --json wrote to FILE.json.",
+    ),
+    click.option(
+        "--with",
+        "packages",
+        multiple=True,
+        metavar="PACKAGE==VERSION",
+        help="Compare with the same program with another version of a package, such as "
+        "jax==0.12.0.1 or libtpu==0.0.41; may be repeated.",
+    ),
+)
+
 gemm_option = click.option(
     "--gemm",
     metavar="triton|cublas|both",
@@ -284,6 +303,15 @@ def given() -> dict[str, str]:
 
 def is_given(option: str) -> bool:
     return option in given()
+
+
+def refuse(besides: str, *options: str) -> None:
+    """Raises InputError for those of the options that are given: `besides` has no use for them."""
+    flags = given()
+    if unread := [flags[name] for name in options if name in flags]:
+        raise InputError(
+            f"{besides} cannot be combined with {', '.join(unread)}; leave one of them out"
+        )
 
 
 def check_alone(option: str, *besides: str, called: str = "") -> None:

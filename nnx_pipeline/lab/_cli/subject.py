@@ -77,7 +77,14 @@ class Subject:
     mesh: MeshConfig | Axes  # Axes for a function
 
     def words(self) -> list[str]:
-        return [self.name, *(word for text in self.assignments for word in ("--set", text))]
+        """The words of a command line that name it."""
+        inputs = ["--inputs", self.inputs.inputs] if self.inputs.inputs else []
+        more = {"--set": self.assignments, "--arg": self.inputs.arguments}
+        return [
+            self.name,
+            *inputs,
+            *(word for flag, texts in more.items() for text in texts for word in (flag, text)),
+        ]
 
     def title(self) -> str:
         if isinstance(self.mesh, MeshConfig):

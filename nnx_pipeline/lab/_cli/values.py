@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nnx_pipeline.lab._files import say
 from nnx_pipeline.lab._timing.devices import device_of
+from nnx_pipeline.lab.compile._packages import version
 from nnx_pipeline.lab.compile._settings import TRITON_GEMM, gemm_of, parse_settings
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform, default_platform
 from nnx_pipeline.lab.errors import InputError, nearest
@@ -171,6 +172,35 @@ class Costing:
 def _longest(starts: Iterable[str], platform: str) -> str:
     """The longest text that a platform begins with."""
     return max(filter(platform.startswith, starts), key=len, default="")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """`--baseline`, a revision or a file with a result, and `--with`, `PACKAGE==VERSION` each."""
+
+    baseline: str | None
+    packages: tuple[str, ...]
+
+    @property
+    def is_given(self) -> bool:
+        return self.baseline is not None or bool(self.packages)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether `--baseline` is a result; raises InputError beside `--with`."""
+        if self.baseline is None or not self.baseline.endswith(".json"):
+            return False
+        if self.packages:
+            raise InputError(
+                f"--with {self.packages[0]} compiles the baseline, and {self.baseline} is a "
+                "result; leave one of them out"
+            )
+        return True
+
+    def present(self) -> str:
+        """The packages of `--with` at the versions that are installed."""
+        names = [text.partition("==")[0].strip() for text in self.packages]
+        return ", ".join(f"{name}=={version(name) or 'none'}" for name in names)
 
 
 @dataclass(frozen=True)

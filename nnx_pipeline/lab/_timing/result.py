@@ -84,8 +84,8 @@ class Time:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as `--json` writes them, without the rows."""
-        more = ("basis", "is_lower_bound", "known_seconds", "range_seconds")
-        names = (*KEYS, *more, "memory_wait_seconds", "host_seconds")
+        more = ("basis", "is_lower_bound", "is_open", "known_seconds", "range_seconds")
+        names = (*KEYS, *more, "memory_wait_seconds", "host_seconds", "peak_flops", "program")
         around = self.range_seconds and list(self.range_seconds)
         band = self.band and dataclasses.asdict(self.band)
         found = {name: getattr(self, name) for name in names}

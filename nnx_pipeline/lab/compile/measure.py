@@ -190,6 +190,7 @@ class Measurement:
             "rate": self.rate.to_json() if self.rate else None,
             **self.choices,
             "exceeds_device_memory": self.exceeds_device_memory,
+            "fingerprint": self.fingerprint,
         }
 
     def to_cache(self) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""The options `compare --baseline` and `--with`: one program beside what it was or would be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from nnx_pipeline.lab._baseline.arm import Arm, at_revision
+from nnx_pipeline.lab._baseline.environment import (
+    HERE,
+    Environment,
+    Unavailable,
+    environment_with,
+    folder_of_user,
+    parse_wanted,
+)
+from nnx_pipeline.lab._baseline.repository import Repository
+from nnx_pipeline.lab._baseline.saved import saved_measurements
+from nnx_pipeline.lab._cli.outputs import Outputs
+from nnx_pipeline.lab._cli.progress import progress
+from nnx_pipeline.lab._cli.subject import Subject
+from nnx_pipeline.lab._cli.support import Failed
+from nnx_pipeline.lab._cli.values import Baseline, Target
+from nnx_pipeline.lab._report import tables as report
+from nnx_pipeline.lab._report.view import words
+from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
+from nnx_pipeline.lab.compile._packages import version
+from nnx_pipeline.lab.compile.measure import Measurement, Progress
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import InputError
+
+NOW = "now"
+
+
+def run_baseline(subject: Subject, given: Baseline, target: Target, outputs: Outputs) -> None:
+    """Compares a program with what it was at a revision, or would be with other packages."""
+    platforms = compiled_for(target)
+    words = [*subject.words(), *target.words()]
+    with progress() as say, _first_arm(words, given, platforms, say) as before:
+        is_package = given.baseline is None
+        now = Arm(label=given.present() if is_package else NOW, words=tuple(words))
+        # Each is compiled in a process of its own, so two threads are enough to do both at once.
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(arm.measured, say) for arm in (before, now)]
+            measured = [each.result() for each in waiting]
+    outcomes = _outcomes(subject.name, (before, now), measured, len(platforms))
+    title = f"{subject.title(target.mesh_config)}, {target.platform}: per device"
+    report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
+    outputs.say_words(*_WORDS)
+    outputs.write_outcomes(title, outcomes)
+    if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
+        raise Failed("; ".join(dict.fromkeys(failed)))
+
+
+def compiled_for(target: Target) -> list[Platform]:
+    """The platforms, which other processes compile for; raises InputError for `local`."""
+    platforms = target.platforms()
+    if platforms[0].kind == "local":
+        raise InputError(
+            f"--platform {target.platform}: another process compiles this, and devices are not "
+            "shared; choose cpu, tpu, cuda or rocm"
+        )
+    return platforms
+
+
+_WORDS = (words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
+
+
+def _outcomes(
+    name: str, arms: tuple[Arm, Arm], measured: Sequence[list[Measurement] | str], programs: int
+) -> list[list[Outcome]]:
+    labels = (arms[0].label, arms[1].label)
+    question = Question(
+        name="compare",
+        claim="",
+        difference=f"{name}: {labels[0]} and {labels[1]}",
+        labels=labels,
+        judged_by="account",
+    )
+    rows = [[one] * programs if isinstance(one, str) else one for one in measured]
+    outcomes = [compare_measurements(question, a, b) for a, b in zip(*rows, strict=True)]
+    notes = [*arms[0].notes, *_other_inputs(outcomes[0])]
+    return [
+        [dataclasses.replace(one, note="; ".join(filter(None, [*notes, one.note])))]
+        for one in outcomes
+    ]
+
+
+def _other_inputs(outcome: Outcome) -> list[str]:
+    one, other = outcome.a, outcome.b
+    if not one or not other or one.config.get("arguments") == other.config.get("arguments"):
+        return []
+    return ["warning: the arguments differ in shape, dtype or sharding"]
+
+
+@contextlib.contextmanager
+def _first_arm(
+    words: Sequence[str], given: Baseline, platforms: Sequence[Platform], say: Progress
+) -> Iterator[Arm]:
+    """What is compared with."""
+    if given.is_file:
+        yield _saved_arm(given, platforms)
+        return
+    packages = ", ".join(given.packages)
+    environment = environment_of("--with", given.packages, platforms[0].kind, say)
+    if given.baseline is None:
+        yield Arm(label=packages, environment=environment, words=tuple(words))
+        return
+    repository = Repository.here()
+    commit = repository.commit(given.baseline)
+    label = ", ".join(filter(None, [f"{given.baseline} ({commit.short})", packages]))
+    with at_revision(repository, commit, label, words, environment) as arm:
+        yield arm
+
+
+def environment_of(option: str, packages: Sequence[str], kind: str, say: Progress) -> Environment:
+    """The environment with packages, `PACKAGE==VERSION` each; the present one without any."""
+    if not packages:
+        return HERE
+    wanted = [parse_wanted(option, text) for text in packages]
+    try:
+        return environment_with(wanted, kind, folder_of_user(option), say)
+    except Unavailable as error:
+        raise Failed(str(error)) from error
+
+
+def _saved_arm(given: Baseline, platforms: Sequence[Platform]) -> Arm:
+    path = str(given.baseline)
+    saved = saved_measurements(path)
+    kinds = [(one.platform, one.gemm) for one in saved]
+    wanted = [(str(one), one.gemm if one.is_gpu else None) for one in platforms]
+    if kinds != wanted:
+        found, needed = (
+            ", ".join(" ".join(filter(None, one)) for one in those) for those in (kinds, wanted)
+        )
+        raise InputError(
+            f"--baseline {path} was compiled for {found}, and this is compiled for {needed}; "
+            "choose the same --platform and --gemm"
+        )
+    other = [
+        f"{name} {old} there and {new} here"
+        for name, old in saved[0].versions.items()
+        if old and name != "python" and (new := version(name)) not in (old, None)
+    ]
+    notes = [f"warning: compiled with other versions: {', '.join(other)}"] if other else []
+    return Arm(label=Path(path).name, saved=tuple(saved), notes=tuple(notes))
