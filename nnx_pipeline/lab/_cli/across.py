@@ -65,9 +65,9 @@ def run_across(text: str, subject: Subject, target: Target, json_path: str | Non
     failed = "; ".join(f"jax {', '.join(those)}: {error}" for error, those in errors.items())
     if all(done.code == BAD_INPUT for done in ended):
         raise InputError(failed)
-    title = f"{subject.title(target.mesh_config)}, {platform}: per device"
+    title = f"{subject.title()}, {platform}: per device"
     show(versions_view(title, rows), json_path=json_path)
-    mesh = target.mesh_config.sizes()
+    mesh = subject.mesh.sizes()
     emit_json(json_path, {"schema": 1, "platform": str(platform), "mesh": mesh, "across": rows})
     if failed:
         raise Failed(failed)

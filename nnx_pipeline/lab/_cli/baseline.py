@@ -19,13 +19,11 @@ from nnx_pipeline.lab._baseline.environment import (
 )
 from nnx_pipeline.lab._baseline.repository import Repository
 from nnx_pipeline.lab._baseline.saved import saved_measurements
-from nnx_pipeline.lab._cli.outputs import Outputs
+from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._cli.values import Baseline, Target
-from nnx_pipeline.lab._report import tables as report
-from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._packages import version
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
@@ -35,7 +33,9 @@ from nnx_pipeline.lab.errors import InputError
 NOW = "now"
 
 
-def run_baseline(subject: Subject, given: Baseline, target: Target, outputs: Outputs) -> None:
+def run_baseline(
+    subject: Subject, given: Baseline, target: Target, outputs: ComparisonOutputs
+) -> None:
     """Compares a program with what it was at a revision, or would be with other packages."""
     platforms = compiled_for(target)
     words = [*subject.words(), *target.words()]
@@ -47,12 +47,11 @@ def run_baseline(subject: Subject, given: Baseline, target: Target, outputs: Out
             waiting = [pool.submit(arm.measured, say) for arm in (before, now)]
             measured = [each.result() for each in waiting]
     outcomes = _outcomes(subject.name, (before, now), measured, len(platforms))
-    title = f"{subject.title(target.mesh_config)}, {target.platform}: per device"
-    report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
-    outputs.say_words(*_WORDS)
-    outputs.write_outcomes(title, outcomes)
+    title = f"{subject.title()}, {target.platform}: per device"
+    outputs.report(title, outcomes, target.platform, changed=before.changes.lines())
     if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         raise Failed("; ".join(dict.fromkeys(failed)))
+    outputs.fail_if_worse(outcomes)
 
 
 def compiled_for(target: Target) -> list[Platform]:
@@ -64,9 +63,6 @@ def compiled_for(target: Target) -> list[Platform]:
             "shared; choose cpu, tpu, cuda or rocm"
         )
     return platforms
-
-
-_WORDS = (words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
 
 
 def _outcomes(

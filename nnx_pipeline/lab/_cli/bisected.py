@@ -99,7 +99,7 @@ def run_bisect(
             limit, first, search = _versions(ends, words, platform.kind, limit, say)
         else:
             limit, first, search = _commits(ends, words, limit, say)
-    title = f"{subject.title(target.mesh_config)}, {platform}: {limit} is crossed"
+    title = f"{subject.title()}, {platform}: {limit} is crossed"
     show(_view(title, limit, first, search), json_path=json_path)
     emit_json(json_path, _document(str(platform), limit, first, search))
 

@@ -45,7 +45,7 @@ def bisect_command(
     where a merge crosses the limit, the search goes on in the branch that it merged. A commit that
     does not compile is passed over. Exit 1 when BAD is not beyond the limit, or GOOD is.
     """
-    subject = subject_of(name, chosen, inputs, target.mesh_config)
+    subject = subject_of(name, chosen, inputs, target.mesh, target.dcn)
     from nnx_pipeline.lab._report.output import check_writable
 
     check_writable(json_path, "--json")

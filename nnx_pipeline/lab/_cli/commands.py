@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--across",
     metavar="jax=V,V,…",
-    help="Compile a preset with each of these versions of JAX and compare, such as "
+    help="Compile it with each of these versions of JAX and compare, such as "
     "jax=0.10.2,0.12.0.1. Environments with them are built by pip and kept in the cache folder.",
 )
 @options.cost_options
@@ -68,15 +68,8 @@ def measure_command(
     if across is not None:
         options.check_alone(
             "across",
-            "name",
-            "model",
-            "assignments",
-            "mesh",
-            "dcn",
-            "named",
-            "gemm",
-            "xla",
-            "json_path",
+            *("name", "model", "assignments", "inputs", "arguments", "mesh", "dcn", "named"),
+            *("gemm", "xla", "json_path"),
         )
         from nnx_pipeline.lab._cli.across import run_across
 
@@ -168,7 +161,7 @@ def _compare_with_baseline(
     chosen: Chosen,
     target: TwoArms,
     before: Baseline,
-    outputs: Outputs,
+    outputs: ComparisonOutputs,
 ) -> None:
     option = "--baseline" if before.baseline else "--with"
     unread = ("xla_a", "xla_b", "listed", "sweeps", "fresh", "prices", "tokens")
@@ -177,7 +170,7 @@ def _compare_with_baseline(
         raise InputError(
             f"{' '.join(names)}: with {option} one program is compared; leave out {names[1]}"
         )
-    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
+    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh, target.dcn)
     target = target.settled(on_mesh=subject.config is not None)
     from nnx_pipeline.lab._cli.baseline import run_baseline
 
