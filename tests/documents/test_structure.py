@@ -40,7 +40,7 @@ FOLDERS = {
         ("_report",),
         ("_page",),
         ("api",),
-        ("lint",),
+        ("explain", "lint"),
         ("_cli",),
         ("pytest_plugin",),
     ),

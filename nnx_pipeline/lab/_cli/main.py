@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 import click
 
 from nnx_pipeline.lab._cli import commands
+from nnx_pipeline.lab._cli.explaining import explain_command
 from nnx_pipeline.lab._cli.support import main_of
 
 ADDED = "nnx_pipeline.commands"  # entry points: commands that other packages and folders have
@@ -22,6 +23,7 @@ MEASURING = (
     commands.compare_command,
     commands.memory_command,
     commands.lint_command,
+    explain_command,
     commands.platforms_command,
 )
 

@@ -61,13 +61,15 @@ def measurement_view(
     return Group(*lines, *texts(closing))
 
 
-def account_view(measurement: Measurement) -> RenderableType:
+def account_view(
+    measurement: Measurement, *, advice: Mapping[str, str] = remarks.ADVICE
+) -> RenderableType:
     closing = [
         *remarks.cpu_remarks([measurement]),
         *remarks.blind_spots([measurement]),
         *remarks.settings_remarks([measurement]),
         *remarks.warnings(measurement.notes),
-        *remarks.fit_remarks(measurement),
+        *remarks.fit_remarks(measurement, advice),
     ]
     return Group(_account_table(measurement), *texts(closing))
 

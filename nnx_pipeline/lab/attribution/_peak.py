@@ -34,8 +34,8 @@ def attribute(
     value covers are `fragmentation`. `other` has each other memory space of the device and the rest
     of `temp_bytes`, which is negative where temp is less than the sum (see `_compiler`).
     """
-    values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
-    curve = _live_bytes(values)
+    values = slots_of(buffers)
+    curve = live_bytes(values)
     # The first of the positions with the most bytes.
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)
     heap = sum(part.bytes for part in buffers.heap)
@@ -69,7 +69,9 @@ def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
     ]
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
+    """A value in one allocation of the heap."""
+
     allocation: int
     value: BufferValue
 
@@ -113,7 +115,11 @@ class _Reader:
         )
 
 
-def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
+def slots_of(buffers: BufferText) -> list[Slot]:
+    return [Slot(part.number, value) for part in buffers.heap for value in part.values]
+
+
+def live_bytes(slots: list[Slot]) -> dict[int, int]:
     """The bytes that live values cover, at each position where a value begins or ceases to live."""
     changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
     places = sorted(
@@ -133,7 +139,7 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
     return found
 
 
-def _covered(slots: list[_Slot]) -> list[tuple[BufferValue, int]]:
+def _covered(slots: list[Slot]) -> list[tuple[BufferValue, int]]:
     """The values, each with the number of its bytes that no earlier one covers."""
     pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for allocation, value in slots:
@@ -142,7 +148,7 @@ def _covered(slots: list[_Slot]) -> list[tuple[BufferValue, int]]:
     return [(value, next(sizes[allocation])) for allocation, value in slots]
 
 
-def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
+def _rows(slots: list[Slot], peak: int, reader: _Reader) -> list[Buffer]:
     """Rows for the values that are live at the peak, and for the padding of their layouts."""
     # Bytes that several values share count for the one that was live first.
     living = [slot for slot in slots if slot.value.first <= peak <= slot.value.last]
@@ -160,7 +166,7 @@ def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
     return rows
 
 
-def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
+def _holes(slots: list[Slot], free: int, buffers: BufferText) -> list[Buffer]:
     """Rows for the bytes that no live value covers at the peak, `free` in all. The tables of
     pointers of tuples are above all arrays, live or not; on a TPU each takes 16 KiB."""
     arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
