@@ -11,15 +11,17 @@ Each rule looks at the rows of the peak. Where the places of all values are know
 - casts: half of the bytes.
 """
 
+import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nnx_pipeline.lab._hlo.buffers import BufferValue
 from nnx_pipeline.lab._hlo.module import Shape, shapes_of
 from nnx_pipeline.lab._report.view.remarks import ADVICE
 from nnx_pipeline.lab.attribution._result import Buffer
+from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.explain._gains import Kept, Placed
 
 PARTS = 8  # into which a loss or the queries are cut
@@ -145,9 +147,9 @@ def _logits(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
     yield _cure(what, why, used, gain), used
 
 
-def _part_of(chosen: object) -> Kept:
+def _part_of(chosen: Callable[[Shape], bool]) -> Kept:
     def kept(value: BufferValue, shape: Shape) -> int | None:
-        return -(-value.bytes // PARTS) if chosen(shape) else None  # type: ignore[operator]
+        return -(-value.bytes // PARTS) if chosen(shape) else None
 
     return kept
 
@@ -161,8 +163,7 @@ def _scores(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
         if side and computed and (side, side) not in squares:
             sides[side].append(row)
     for side, used in sides.items():
-        kept = _part_of(lambda shape, side=side: _side(shape) == side)
-        gain = placed.gain(kept) if placed else None
+        gain = placed.gain(_part_of(functools.partial(_has_side, side))) if placed else None
         what = (
             f"attention that never holds all scores: a flash attention kernel, or {PARTS} parts of "
             "the queries one after the other, each with jax.checkpoint"
@@ -190,6 +191,10 @@ def _side(shape: Shape) -> int | None:
     return size if times >= 2 and size >= SMALLEST_SQUARE else None
 
 
+def _has_side(side: int, shape: Shape) -> bool:
+    return _side(shape) == side
+
+
 def _residuals(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
     stacks: dict[int, list[tuple[Buffer, Shape]]] = defaultdict(list)
     for row, shape in _shaped(rows):
@@ -203,18 +208,18 @@ def _residuals(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
         if placed and (carry := _carry_bytes(placed, steps, shapes)):
             total = sum(row.bytes for row in used)
             instead = steps * carry + 2 * total // steps
-            gain = placed.gain(lambda value, shape: 0 if shape in shapes else None, instead)  # noqa: B023
+            gain = placed.gain(functools.partial(_without, shapes), instead)
         what = (
             "jax.checkpoint around the body of the scan over layers: it saves the input of each "
             "step and computes the rest again"
         )
-        why = f"{len(used)} residuals stacked by a scan of {steps} steps, {used[0].shape} and so on"
-        why = (
-            why
-            if len(used) > 1
-            else f"a residual stacked by a scan of {steps} steps, {used[0].shape}"
-        )
+        number = counted(len(used), "residual")
+        why = f"{number} stacked by a scan of {steps} steps, the largest {used[0].shape}"
         yield _cure(what, why, used, gain), used
+
+
+def _without(shapes: set[Shape], value: BufferValue, shape: Shape) -> int | None:
+    return 0 if shape in shapes else None
 
 
 def _carry_bytes(placed: Placed, steps: int, stacks: set[Shape]) -> int | None:
@@ -274,7 +279,7 @@ def _donation(placed: Placed | None) -> list[Cure]:
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return [
         Cure(
-            what=f"donate_argnums of jax.jit for {names}{more}; the caller must not read them again",
+            what=f"donate_argnums of jax.jit for {names}{more}; then the caller must not read them",
             why="arguments of the shape and dtype of a result, not donated",
             bytes=sum(one.bytes for one in found),
             gain_bytes=gain,

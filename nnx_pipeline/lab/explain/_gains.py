@@ -5,7 +5,7 @@ peak. Nothing else is assumed to change. What must take the place of the values 
 moment, so that the gain is rather too small.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,27 +70,36 @@ class Placed:
         memory to. It must be read for the last time where the result is made, or before. Where
         temporaries use the memory of the result first, they need another place.
         """
-        parts = self.buffers.allocations
-        fitting: dict[str, list[Allocation]] = {}
-        for part in parts:
-            if part.is_output and not part.is_argument and part.color == 0:
-                if result := self._result(part):
-                    fitting.setdefault(result.type, []).append(part)
-        found, gain = [], 0
+        free = self._free_results()
+        found: list[Given] = []
+        gain = 0
+        for argument, part in self._kept_arguments():
+            fitting = free.get(part.values[0].type, [])
+            taken = next((one for one in fitting if self._is_free(argument, one)), None)
+            if taken is not None:
+                fitting.remove(taken)
+                found.append(Given(int(argument.literal), argument.op_name, part.bytes))
+                gain += max(0, taken.bytes - self._scratch(taken))
+        return found, gain
+
+    def _free_results(self) -> dict[str, list[Allocation]]:
+        """The results with memory of their own, by their type."""
+        found: dict[str, list[Allocation]] = {}
+        for part in self.buffers.allocations:
+            own = part.is_output and not part.is_argument and part.color == 0
+            if own and (result := self._result(part)):
+                found.setdefault(result.type, []).append(part)
+        return found
+
+    def _kept_arguments(self) -> Iterator[tuple[Instruction, Allocation]]:
         aliased = set(aliased_outputs(self.hlo).values())
-        by_name = {value.name: part for part in parts if part.is_argument for value in part.values}
+        arguments = [part for part in self.buffers.allocations if part.is_argument]
+        by_name = {value.name: part for part in arguments for value in part.values}
         for argument in self.arguments:
             part = by_name.get(argument.name)
-            if part is None or part.is_output or int(argument.literal) in aliased or part.color:
-                continue
-            results = fitting.get(part.values[0].type, [])
-            result = next((one for one in results if self._is_free(argument, one)), None)
-            if result is None:
-                continue
-            results.remove(result)
-            found.append(Given(int(argument.literal), argument.op_name, part.bytes))
-            gain += max(0, result.bytes - self._scratch(result))
-        return found, gain
+            own = part and not part.is_output and part.color == 0
+            if part and own and int(argument.literal) not in aliased:
+                yield argument, part
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -114,7 +123,7 @@ class Placed:
         """The instructions of the entry computation that read an argument, also as a part of a
         tuple or under another name."""
         entry = self.module.computations[self.module.entry]
-        pending, found = [argument.name], []
+        pending, found = [argument.name], list[str]()
         while pending:
             for user in entry.users[pending.pop()]:
                 passes = user.opcode in ("bitcast", "tuple", "get-tuple-element")

@@ -76,9 +76,8 @@ def _messages(messages: Sequence[Message]) -> Iterator[Text]:
     for one in messages[:_SHOWN]:
         times = f", {one.times} times" if one.times > 1 else ""
         yield Text(f"line {one.line}, {_WHEN[one.when]}{times}: {one.what}")
-    if rest := len(messages) - _SHOWN:
-        if rest > 0:
-            yield Text(f"{rest} more messages")
+    if len(messages) > _SHOWN:
+        yield Text(f"{len(messages) - _SHOWN} more messages")
 
 
 def _sizes(message: Message) -> Iterator[RenderableType]:
@@ -87,8 +86,9 @@ def _sizes(message: Message) -> Iterator[RenderableType]:
         yield small_table("what the text says", ("", "MB"), rows)
     needed, size = message.size("needed"), message.size("of a device")
     if needed and size:
-        over = f"{needed / 1e9:,.2f} of {size / 1e9:,.2f} GB: {(needed - size) / 1e9:,.2f} GB too much ✗"
-        yield Text(over, style="bold red")
+        over = f"{(needed - size) / 1e9:,.2f} GB too much ✗"
+        text = f"{needed / 1e9:,.2f} of {size / 1e9:,.2f} GB: {over}"
+        yield Text(text, style="bold red")
 
 
 def _listed(title: str, rows: Sequence[Buffer], top: int) -> Columns:

@@ -110,7 +110,8 @@ _RULES = (
         *(_ASKED, _FREE),
     ),
     _rule(
-        r"(?:(?<!ran )out of memory (?:while )?trying to allocate|failed to allocate request for) SIZE",
+        r"(?:(?<!ran )out of memory (?:while )?trying to allocate|failed to allocate request for)"
+        r" SIZE",
         *("run", "The device had no room for a block beside what it already held."),
         _ASKED,
     ),
@@ -179,7 +180,7 @@ def bytes_of(text: str) -> int:
     """The bytes of a printed size such as `19.32G`, `6.00MiB`, `0B` or `2147483648 bytes`."""
     found = re.match(r"(\d*\.?\d*) ?([KMGTP]?)", text.strip(), re.IGNORECASE)
     number, unit = (found[1], found[2].upper()) if found else ("0", "")
-    return round(float(number if number.strip(".") else 0) * 1024 ** _UNITS[unit])
+    return round(float(number if number.strip(".") else 0) * 1024.0 ** _UNITS[unit])
 
 
 def cleaned(text: str) -> list[str]:
