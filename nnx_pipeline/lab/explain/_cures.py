@@ -4,7 +4,7 @@ Each rule looks at the rows of the peak. Where the places of all values are know
 (`_gains`), with what must take the place of the buffers taken off:
 
 - logits: in PARTS parts, each of which stays; the gradient of the matrix that makes them is added.
-- scores: in PARTS parts of the queries, each recomputed in the backward pass.
+- scores: in PARTS parts of the queries, one of which is there once more, in float32.
 - residuals stacked by a scan: the carry of each step stays, and the residuals of two steps.
 - donation: the results, less what temporaries use their memory for first.
 - padding: the padding of arrays whose elements fill whole tiles in another shape.
@@ -163,7 +163,10 @@ def _scores(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
         if side and computed and (side, side) not in squares:
             sides[side].append(row)
     for side, used in sides.items():
-        gain = placed.gain(_part_of(functools.partial(_has_side, side))) if placed else None
+        gain = None
+        if placed:
+            part = max(shape.elements for _, shape in _shaped(used)) * 4 // PARTS
+            gain = placed.gain(_part_of(functools.partial(_has_side, side)), part)
         what = (
             f"attention that never holds all scores: a flash attention kernel, or {PARTS} parts of "
             "the queries one after the other, each with jax.checkpoint"

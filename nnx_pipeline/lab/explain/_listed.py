@@ -54,7 +54,7 @@ class Listed:
             name=self.label.partition(" ")[0].lstrip("%") or "an entry of the text",
             bytes=array,
             shape=self.type.partition("{")[0],
-            operation=self.operation,
+            operation=self.operation.partition("[")[0],  # older versions print parameters
             source=self.source,
             role=self._role(),
             first=0,

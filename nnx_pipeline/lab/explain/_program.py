@@ -101,7 +101,10 @@ def read_hlo(text: str, target: _Target = _Target("a program's text", None)) -> 
     figures = read_program(text, None, None)
     notes = [_NO_HEAP]
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        notes.append("it is not the compiled program: the compiler will still change it")
+        notes.append(
+            "it is not the compiled program, which the compiler will still change; of one from "
+            "JAX's persistent compilation cache nothing else is dumped"
+        )
     memory = _entry_memory(text, module)
     return Program(_measured(text, target, figures, memory, notes), module, None)
 

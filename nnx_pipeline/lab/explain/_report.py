@@ -84,7 +84,7 @@ def _sizes(message: Message) -> Iterator[RenderableType]:
     if message.sizes:
         rows = [(name, megabytes(size)) for name, size in message.sizes.items()]
         yield small_table("what the text says", ("", "MB"), rows)
-    needed, size = message.size("needed"), message.size("of a device")
+    needed, size = message.size("needed"), message.size("device has")
     if needed and size:
         over = f"{(needed - size) / 1e9:,.2f} GB too much ✗"
         text = f"{needed / 1e9:,.2f} of {size / 1e9:,.2f} GB: {over}"
@@ -92,8 +92,8 @@ def _sizes(message: Message) -> Iterator[RenderableType]:
 
 
 def _listed(title: str, rows: Sequence[Buffer], top: int) -> Columns:
-    heads = [*number_columns("MB", "×"), Column("role"), Column("shape", 3)]
-    table = Columns([*heads, Column("operation", 2), Column("source", 1)], title=title)
+    heads = [*number_columns("MB", "×"), Column("role"), Column("shape", 2)]
+    table = Columns([*heads, Column("operation", 3), Column("source", 1)], title=title)
     shown = buffer_rows(rows)
     for row in shown[:top]:
         count = str(row.count) if row.count > 1 else ""

@@ -75,7 +75,7 @@ def _rule(pattern: str, when: When, what: str, *names: str) -> _Rule:
 
 
 _TOO_LARGE = "The TPU compiler refused the program: it needs more than a device has (XLA's E1000)."
-_NEEDED, _CAPACITY, _FREE, _ASKED = "needed", "of a device", "free", "asked for"
+_NEEDED, _CAPACITY, _FREE, _ASKED = "needed", "device has", "free", "asked for"
 _RULES = (
     _rule(
         r"ran out of memory in memory space hbm\.?\s+used SIZE of SIZE hbm\.?"
@@ -148,7 +148,7 @@ _LINES = tuple(
     (re.compile(rf"^\s*{pattern.replace('SIZE', _SIZE)}", re.IGNORECASE), names)
     for pattern, *names in (
         (r"total hbm usage >= SIZE", "in all"),
-        (r"HBM capacity SIZE", "of a device"),
+        (r"HBM capacity SIZE", "device has"),
         (r"currently allocated: +SIZE", "in use"),
         (r"reserved\S* +SIZE", "reserved"),
         (r"program +SIZE", "program"),

@@ -181,7 +181,7 @@ def _of_messages(found: Explanation) -> Explanation:
         versions={},
         hlo="",
         attribution=listed,
-        device_memory_bytes=message.size("of a device", "of the allocator"),
+        device_memory_bytes=message.size("device has", "of the allocator"),
         refused=message.when == "compile",
     )
     cures = cures_of(message.buffers, None, arguments=arguments)
