@@ -40,16 +40,10 @@ def explain_command(source: str, top: int, outputs: Outputs) -> None:
     Exit 2 where nothing is known in it.
     """
     outputs.check()
-    if outputs.html_path == "-" or outputs.chart_path == "-":
-        raise InputError("only JSON goes to standard output; name a file")
-    run_explain(source, outputs, top)
-
-
-def run_explain(source: str, outputs: Outputs, top: int) -> None:
     from nnx_pipeline.lab._report.output import emit_json, show
     from nnx_pipeline.lab._report.view import words
     from nnx_pipeline.lab.explain import explain
-    from nnx_pipeline.lab.explain._report import explanation_view
+    from nnx_pipeline.lab.explain._report import cure_remarks, explanation_view
     from nnx_pipeline.lab.explain.explanation import MOST_BYTES, explain_text
 
     if source == "-":
@@ -66,4 +60,4 @@ def run_explain(source: str, outputs: Outputs, top: int) -> None:
     outputs.say_words(words.BUFFERS, words.MEMORY)
     emit_json(outputs.json_path, found.to_json())
     if found.program:
-        outputs.write_measurement(found.source, [found.program], top)
+        outputs.write_measurement(found.source, [found.program], top, cure_remarks(found))

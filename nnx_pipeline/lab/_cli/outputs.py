@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from nnx_pipeline.lab._files import check_picture, save_figure, write_text
 
 if TYPE_CHECKING:
+    from nnx_pipeline.lab._report.view.remarks import Remark
     from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.compile.measure import Measurement
 
@@ -63,11 +64,15 @@ class Outputs(Explained):
 
             save_figure(outcomes_chart(title, *outcomes), self.chart_path)
 
-    def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
+    def write_measurement(
+        self, title: str, measured: Sequence[Measurement], top: int, notes: Sequence[Remark] = ()
+    ) -> None:
+        """Writes the page and the chart; `notes` are further lines at the head of the page."""
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
 
-            page = measurement_page(title, *measured, command=_command_line(), top=top)
+            command = _command_line()
+            page = measurement_page(title, *measured, command=command, top=top, notes=notes)
             write_text(self.html_path, page)
         if self.chart_path:
             from nnx_pipeline.lab._report.chart import program_chart

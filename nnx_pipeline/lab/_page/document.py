@@ -39,7 +39,11 @@ def outcomes_page(
 
 
 def measurement_page(
-    title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
+    title: str,
+    *measured: Measurement,
+    command: str = "",
+    top: int = MOST_ROWS,
+    notes: Sequence[Remark] = (),
 ) -> str:
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
@@ -56,7 +60,8 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _page(title, closing_remarks(measured), command, MEMORY | TIME | BUFFERS, body)
+    said = [*closing_remarks(measured), *notes]
+    return _page(title, said, command, MEMORY | TIME | BUFFERS, body)
 
 
 def _page(

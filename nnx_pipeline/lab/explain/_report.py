@@ -10,8 +10,8 @@ from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, sm
 from nnx_pipeline.lab._report.program_tables import memory_view
 from nnx_pipeline.lab._report.tables import account_view
 from nnx_pipeline.lab._report.view.buffers import buffer_rows, short_source
-from nnx_pipeline.lab._report.view.figures import DASH, megabytes
-from nnx_pipeline.lab._report.view.remarks import unread_lines, warnings
+from nnx_pipeline.lab._report.view.figures import megabytes
+from nnx_pipeline.lab._report.view.remarks import Remark, unread_lines, warnings
 from nnx_pipeline.lab.attribution._result import Buffer
 from nnx_pipeline.lab.errors import printable
 from nnx_pipeline.lab.explain._cures import Cure
@@ -33,6 +33,7 @@ _ADD_UP = (
     "Each gain is of one cure alone, at least, while all else stays; gains do not add up. Where it "
     "is 0.0, another moment of the program holds as much."
 )
+_OF_CPU = "No gain is promised of the CPU's compiler."
 _NO_GAIN = (
     "No gain is known without the places of all buffers. A folder of XLA's xla_dump_to has them."
 )
@@ -58,7 +59,7 @@ def explanation_view(found: Explanation, *, top: int) -> RenderableType:
             parts.append(_listed(title, found.arrays, top))
         parts.append(account_view(program, advice={}))
     parts += _others(found.others)
-    parts += [_cures(found.cures)] if found.cures else []
+    parts += [_cures(found)] if found.cures else []
     if program and not found.messages:
         parts += texts(warnings(unread_lines([program])))
     else:
@@ -109,20 +110,41 @@ def _others(others: Sequence[tuple[str, int]]) -> Iterator[RenderableType]:
         rows = [(name[:50], megabytes(size)) for name, size in others[:_SHOWN]]
         rest = others[_SHOWN:]
         more = [(f"{len(rest)} more", megabytes(sum(size for _, size in rest)))] if rest else []
-        yield small_table("other modules of the folder", ("", "MB"), rows, more)
+        yield small_table("other modules", ("", "MB"), rows, more)
 
 
-def _cures(cures: Sequence[Cure]) -> RenderableType:
+def _cures(found: Explanation) -> RenderableType:
     table = Table(title="what would make it smaller", title_justify="left", show_lines=True)
     table.add_column("MB held", justify="right", no_wrap=True)
     table.add_column("gain MB", justify="right", no_wrap=True)
     table.add_column("what was seen, and what to do", overflow="fold")
-    for cure in cures:
-        gain = "unknown" if cure.gain_bytes is None else f"≥ {megabytes(cure.gain_bytes)}"
+    for cure in found.cures:
         text = Text(f"{printable(cure.why)}\n", style="not bold")
         if cure.source:
             text.append(f"{short_source(cure.source)}\n", style="bold")
         text.append(f"→ {printable(cure.what)}", style="green")
-        table.add_row(megabytes(cure.bytes) if cure.bytes else DASH, gain, text)
-    known = any(cure.gain_bytes is not None for cure in cures)
-    return Group(table, Text(_ADD_UP if known else _NO_GAIN, style="dim"))
+        table.add_row(megabytes(cure.bytes), _gain(cure), text)
+    return Group(table, Text(_of_gains(found), style="dim"))
+
+
+def _gain(cure: Cure) -> str:
+    return "unknown" if cure.gain_bytes is None else f"≥ {megabytes(cure.gain_bytes)}"
+
+
+def _of_gains(found: Explanation) -> str:
+    if any(cure.gain_bytes is not None for cure in found.cures):
+        return _ADD_UP
+    is_of_cpu = found.program is not None and found.program.is_of_cpu
+    return _OF_CPU if is_of_cpu else _NO_GAIN
+
+
+def cure_remarks(found: Explanation) -> list[Remark]:
+    """The cures as lines of a page."""
+    if not found.cures:
+        return []
+    lines = [
+        f"{megabytes(cure.bytes)} MB, gain {_gain(cure)}: {cure.why}"
+        f"{f', {short_source(cure.source)}' if cure.source else ''} → {cure.what}"
+        for cure in found.cures
+    ]
+    return [Remark(line) for line in ("What would make it smaller:", *lines, _of_gains(found))]
