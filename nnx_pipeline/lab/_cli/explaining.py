@@ -40,10 +40,10 @@ def explain_command(source: str, top: int, outputs: Outputs) -> None:
     Exit 2 where nothing is known in it.
     """
     outputs.check()
+    from nnx_pipeline.lab._report.explanation import cure_remarks, explanation_view
     from nnx_pipeline.lab._report.output import emit_json, show
     from nnx_pipeline.lab._report.view import words
     from nnx_pipeline.lab.explain import explain
-    from nnx_pipeline.lab.explain._report import cure_remarks, explanation_view
     from nnx_pipeline.lab.explain.explanation import MOST_BYTES, explain_text
 
     if source == "-":

@@ -16,9 +16,9 @@ from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
-from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
+from nnx_pipeline.lab._report.view.remarks import FIGURES, unread_lines
 from nnx_pipeline.lab.api import compare, measure
-from nnx_pipeline.lab.attribution._result import Attribution
+from nnx_pipeline.lab.attribution._result import ADVICE, Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile._places import mesh_on
 from nnx_pipeline.lab.compile.measure import Measurement

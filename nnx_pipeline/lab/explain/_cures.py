@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from nnx_pipeline.lab._hlo.buffers import BufferValue
 from nnx_pipeline.lab._hlo.module import Shape, shapes_of
-from nnx_pipeline.lab._report.view.remarks import ADVICE
-from nnx_pipeline.lab.attribution._result import Buffer
+from nnx_pipeline.lab.attribution._result import ADVICE, Buffer
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.explain._gains import Kept, Placed
 
