@@ -20,9 +20,12 @@ root, module, holder, name, *command = sys.argv[1:]
 
 def stop(*args, **options):
     for frame in traceback.extract_stack()[:-1]:
-        # Before Python 3.12 a comprehension was a function of its own.
-        if Path(frame.filename).is_relative_to(root) and frame.name != "<listcomp>":
-            print("runs", Path(frame.filename).relative_to(root), file=sys.stderr)
+        file = Path(frame.filename)
+        # The environment may be in the checkout, as README makes it. Before Python 3.12 a
+        # comprehension was a function of its own.
+        ours = file.is_relative_to(root) and "site-packages" not in file.parts
+        if ours and frame.name != "<listcomp>":
+            print("runs", file.relative_to(root), file=sys.stderr)
     print("runs", module.replace(".", "/") + ".py", file=sys.stderr)
     sys.exit()
 
