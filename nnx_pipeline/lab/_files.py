@@ -101,12 +101,17 @@ def write_text(path: str, text: str) -> None:
     write_whole(path, text.encode())
 
 
-def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
+def read_regular(
+    path: str | os.PathLike[str], most: int = MOST_SETTINGS, errors: str = "strict"
+) -> str:
     """The text of a regular file of `most` bytes or fewer, in UTF-8 with or without a mark.
+
+    - `errors`: what becomes of bytes that are no UTF-8, as for `open`.
 
     Raises InputError for another one: a pipe would be waited for, and a device may have no end.
     """
-    with open(local(path), encoding="utf-8-sig", opener=_without_waiting) as file:
+    named = local(path)
+    with open(named, encoding="utf-8-sig", errors=errors, opener=_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} cannot be read: it is not a regular file; name another file")

@@ -98,10 +98,12 @@ def test_a_marked_test_holds_its_limit(tmp_path):
 
 
 def write_modules(folder):
-    """The files that the text names before their code, such as `my_step.py`:."""
+    """The files that the text names before their code, such as `my_step.py`:, and `error.log`."""
     for block in BLOCKS:
         if block.file:
             (folder / block.file).write_text(block.text)
+    text = (ROOT / "tests" / "data" / "explain" / "tpu_v4_scores.txt").read_text("utf-8")
+    (folder / "error.log").write_text(text)
 
 
 def test_setup_commands_name_what_exists():

@@ -17,7 +17,7 @@ PACKAGES = (
     *(f"nnx_pipeline.{name}" for name in ("modules", "pipeline", "train", "generate")),
     *(
         f"nnx_pipeline.{name}"
-        for name in ("lab", "lab.lint", "experiments", "experiments.timetables")
+        for name in ("lab", "lab.explain", "lab.lint", "experiments", "experiments.timetables")
     ),
     "linen_compat",
 )

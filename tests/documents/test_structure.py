@@ -37,6 +37,7 @@ FOLDERS = {
         ("_timing",),
         ("compile",),
         ("comparison",),
+        ("explain",),
         ("_report",),
         ("_page",),
         ("api",),

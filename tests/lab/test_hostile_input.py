@@ -422,6 +422,7 @@ COMMANDS = {
     "measure": ("math:sqrt",),
     "compare": ("math:sqrt", "math:sqrt"),
     "lint": TINY,
+    "explain": (str(DATA.parent / "explain" / "tpu_v4_scores.txt"),),
     "memory": TINY,
     "schedule": ("--stages", "2", "--microbatches", "2"),
     "train": (*TINY, "--steps", "1", "--set", "model.vocab_size=256"),

@@ -24,6 +24,7 @@ from nnx_pipeline.lab._report.columns import Column, Columns
 from nnx_pipeline.lab._report.view import remarks, words
 from nnx_pipeline.lab._report.view.figures import COLUMNS
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
+from nnx_pipeline.lab.attribution._result import ADVICE as ROLE_ADVICE
 from nnx_pipeline.lab.attribution._result import ROLES
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
@@ -156,10 +157,10 @@ def test_the_last_line_adds_up_what_must_fit() -> None:
     assert remarks.fit_remarks(of(None))[0].text.endswith("whose memory is not known here")
 
 
-@pytest.mark.parametrize("role", sorted({*remarks.ADVICE} & {*ROLES}))
+@pytest.mark.parametrize("role", sorted({*ROLE_ADVICE} & {*ROLES}))
 def test_what_does_not_fit_is_named_with_what_to_try(role: str) -> None:
     """For a config its options, and for any other function the means of JAX."""
-    for advice in (ADVICE, remarks.ADVICE):
+    for advice in (ADVICE, ROLE_ADVICE):
         line, *more = (one.text for one in remarks.fit_remarks(of(1000, role=role), advice))
         assert line.endswith("does not fit ✗")
         assert more[0].startswith("  ")
@@ -171,7 +172,7 @@ def test_advice_names_options_that_exist() -> None:
     from nnx_pipeline.config._overrides import apply_overrides, parse_overrides
     from nnx_pipeline.config.presets import preset
 
-    assert set(ADVICE) == set(remarks.ADVICE) <= {*ROLES, "arguments"}
+    assert set(ADVICE) == set(ROLE_ADVICE) <= {*ROLES, "arguments"}
     for told in ADVICE.values():
         for setting in re.findall(r"--set (\S+?)[,:]?(?:\s|$)", told):
             apply_overrides(preset("tiny"), parse_overrides([setting.replace("=N", "=4")]))

@@ -11,6 +11,7 @@ import click
 
 from nnx_pipeline.lab._cli import commands
 from nnx_pipeline.lab._cli.bisecting import bisect_command
+from nnx_pipeline.lab._cli.explaining import explain_command
 from nnx_pipeline.lab._cli.support import main_of
 
 ADDED = "nnx_pipeline.commands"  # entry points: commands that other packages and folders have
@@ -24,6 +25,7 @@ MEASURING = (
     commands.memory_command,
     bisect_command,
     commands.lint_command,
+    explain_command,
     commands.platforms_command,
 )
 

@@ -15,9 +15,8 @@ from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import in_place_of_report
-from nnx_pipeline.lab._report.view.remarks import ADVICE
 from nnx_pipeline.lab.api import compare, measure
-from nnx_pipeline.lab.attribution._result import Attribution
+from nnx_pipeline.lab.attribution._result import ADVICE, Attribution
 from nnx_pipeline.lab.compile._functions import find_function
 from nnx_pipeline.lab.compile._places import mesh_on
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -111,6 +110,7 @@ def run_memory(
     emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if None in lines else results[:1]
     outputs.write_measurement(title, shown, most)
+    outputs.write_profile(title, results[0])
 
 
 def _with_buffers(result: Measurement) -> Attribution:

@@ -25,6 +25,7 @@ from nnx_pipeline.lab.errors import InputError
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab._report.markdown import ChangedLines
+    from nnx_pipeline.lab._report.view.remarks import Remark
     from nnx_pipeline.lab.comparison._worse import Limit
     from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.comparison.sweep import Sweep
@@ -95,22 +96,28 @@ class Outputs(Explained):
         check_outputs(**{name: getattr(self, f"{name}_path", None) for name in names})
         check_picture(self.chart_path, "--chart")
 
-
-@dataclass(frozen=True)
-class MemoryOutputs(Outputs):
-    pprof_path: str | None
-
-    def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
+    def write_measurement(
+        self, title: str, measured: Sequence[Measurement], top: int, notes: Sequence[Remark] = ()
+    ) -> None:
+        """Writes the page and the chart; `notes` are further lines at the head of the page."""
         if self.html_path:
             from nnx_pipeline.lab._page import measurement_page
 
-            page = measurement_page(title, *measured, command=_command_line(), top=top)
+            command = _command_line()
+            page = measurement_page(title, *measured, command=command, top=top, notes=notes)
             write_text(self.html_path, page)
         if self.chart_path:
             from nnx_pipeline.lab._report.chart import program_chart
 
             save_figure(program_chart(title, *measured), self.chart_path)
-        if self.pprof_path and (heap := measured[0].attribution):
+
+
+@dataclass(frozen=True)
+class MemoryOutputs(Outputs):
+    pprof_path: str | None
+
+    def write_profile(self, title: str, measured: Measurement) -> None:
+        if self.pprof_path and (heap := measured.attribution):
             from nnx_pipeline.lab._report.pprof import pprof_profile
 
             write_whole(self.pprof_path, pprof_profile(heap, f"{title}: {_command_line()}"))

@@ -44,7 +44,11 @@ def outcomes_page(
 
 
 def measurement_page(
-    title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
+    title: str,
+    *measured: Measurement,
+    command: str = "",
+    top: int = MOST_ROWS,
+    notes: Sequence[Remark] = (),
 ) -> str:
     arms = [tables.LabelledProgram("", title, measured[0])]
     if len(measured) > 1:
@@ -61,7 +65,8 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _page(title, closing_remarks(measured), command, MEMORY | TIME | BUFFERS, body)
+    said = [*closing_remarks(measured), *notes]
+    return _page(title, said, command, MEMORY | TIME | BUFFERS, body)
 
 
 def sweep_page(title: str, sweep: Sweep, *, command: str = "") -> str:

@@ -11,7 +11,7 @@ from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.buffers import SMALLEST, difference_row
 from nnx_pipeline.lab._report.view.figures import DASH, megabytes, milliseconds
 from nnx_pipeline.lab._report.view.sentences import changes_of
-from nnx_pipeline.lab.attribution._result import BufferDifference
+from nnx_pipeline.lab.attribution._result import ADVICE, BufferDifference
 from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import counted, printable
@@ -129,7 +129,7 @@ def _blocks(outcome: Outcome, rows: Sequence[_Row]) -> Iterator[str]:
         least = NO_EFFECT * outcome.a.needed_bytes
         changes = [row.change for row in rows[:TOP]]
         grown = dict.fromkeys(change.role for change in changes if change.change > least)
-        if cures := [remarks.ADVICE[role] for role in grown if role in remarks.ADVICE]:
+        if cures := [ADVICE[role] for role in grown if role in ADVICE]:
             yield f"To try, for what grew:\n\n{_bullets(cures)}"
 
 

@@ -22,7 +22,7 @@ from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.figures import DASH, TRITON, megabytes
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import PAGE
-from nnx_pipeline.lab.attribution._result import Attribution
+from nnx_pipeline.lab.attribution._result import ADVICE, Attribution
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
@@ -39,7 +39,7 @@ def measurement_view(
     measurement: Measurement,
     *,
     hint: bool = True,
-    advice: Mapping[str, str] = remarks.ADVICE,
+    advice: Mapping[str, str] = ADVICE,
 ) -> RenderableType:
     """What one program costs; `hint` names the option that shows both kinds of products."""
     memory = _account_table(measurement)
@@ -69,13 +69,13 @@ def measurement_view(
     return Group(*lines, *texts(closing))
 
 
-def account_view(measurement: Measurement) -> RenderableType:
+def account_view(measurement: Measurement, *, advice: Mapping[str, str] = ADVICE) -> RenderableType:
     closing = [
         *remarks.cpu_remarks([measurement]),
         *remarks.blind_spots([measurement]),
         *remarks.settings_remarks([measurement]),
         *remarks.warnings(measurement.notes),
-        *remarks.fit_remarks(measurement),
+        *remarks.fit_remarks(measurement, advice),
     ]
     return Group(_account_table(measurement), *texts(closing))
 
@@ -236,7 +236,7 @@ def show_measurements(
     results: Sequence[Measurement],
     *,
     json_path: str | None,
-    advice: Mapping[str, str] = remarks.ADVICE,
+    advice: Mapping[str, str] = ADVICE,
 ) -> None:
     """Shows the program once, or with Triton's and with a library's matrix products."""
     view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)

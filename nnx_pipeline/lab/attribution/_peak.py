@@ -37,8 +37,8 @@ def attribute(
     value covers are `fragmentation`. `other` has each other memory space of the device and the rest
     of `temp_bytes`, which is negative where temp is less than the sum (see `_compiler`).
     """
-    values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
-    curve = _live_bytes(values)
+    values = slots_of(buffers)
+    curve = live_bytes(values)
     # The first of the positions with the most bytes.
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)
     heap = sum(part.bytes for part in buffers.heap)
@@ -78,7 +78,9 @@ def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
     ]
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
+    """A value in one allocation of the heap."""
+
     allocation: int
     value: BufferValue
 
@@ -151,7 +153,11 @@ class _Reader:
         )
 
 
-def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
+def slots_of(buffers: BufferText) -> list[Slot]:
+    return [Slot(part.number, value) for part in buffers.heap for value in part.values]
+
+
+def live_bytes(slots: list[Slot]) -> dict[int, int]:
     """The bytes that live values cover, at each position where a value begins or ceases to live."""
     changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
     places = sorted(
@@ -171,7 +177,7 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
     return found
 
 
-def _covered(slots: list[_Slot]) -> list[tuple[BufferValue, int]]:
+def _covered(slots: list[Slot]) -> list[tuple[BufferValue, int]]:
     """The values, each with the number of its bytes that no earlier one covers."""
     pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for allocation, value in slots:
@@ -180,7 +186,7 @@ def _covered(slots: list[_Slot]) -> list[tuple[BufferValue, int]]:
     return [(value, next(sizes[allocation])) for allocation, value in slots]
 
 
-def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
+def _rows(slots: list[Slot], peak: int, reader: _Reader) -> list[Buffer]:
     """Rows for the values that are live at the peak, and for the padding of their layouts."""
     # Bytes that several values share count for the one that was live first.
     living = [slot for slot in slots if slot.value.first <= peak <= slot.value.last]
@@ -198,7 +204,7 @@ def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
     return rows
 
 
-def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
+def _holes(slots: list[Slot], free: int, buffers: BufferText) -> list[Buffer]:
     """Rows for the bytes that no live value covers at the peak, `free` in all. The tables of
     pointers of tuples are above all arrays, live or not; on a TPU each takes 16 KiB."""
     arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
@@ -239,7 +245,7 @@ def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
     return tuple(sorted(rows, key=lambda row: (-abs(row.bytes), row.first, row.name)))
 
 
-def _history(slots: list[_Slot], positions: list[int], reader: _Reader) -> History:
+def _history(slots: list[Slot], positions: list[int], reader: _Reader) -> History:
     kinds: dict[tuple[str | None, ...], tuple[int, Buffer]] = {}
     of_roles: list[Counter[str]] = []
     largest = []

@@ -14,6 +14,16 @@ ROLES = (
     *("fragmentation", "other memory space"),
 )
 
+# What makes buffers of a role smaller, in any program.
+ADVICE = {
+    "saved residual": "jax.checkpoint, so that the backward pass computes values again",
+    "activation": "fewer rows at a time, such as gradients of one microbatch after the other",
+    "logits": "the loss computed for a part of the sequence at a time",
+    "gathered weight": "weights gathered one layer at a time, in a jax.lax.scan over layers",
+    "gradient accumulator": "gradients sharded as their parameters are",
+    "arguments": "more devices along the mesh axis that the parameters are split over",
+}
+
 _FUNCTION = re.compile(r"^jit\([^)]*\)/")
 
 

@@ -34,7 +34,7 @@ from nnx_pipeline.lab.errors import InputError
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _ELSEWHERE = re.compile(r", color [1-9]")  # of another memory; colour 0 is not printed
-_ASSIGNMENT = "-buffer-assignment.txt"
+ASSIGNMENT = "-buffer-assignment.txt"
 # With these words the TPU compiler refuses what does not fit, when it has placed every buffer. Of
 # its on-chip memory it says the same with another name, and then a kernel is at fault.
 _TOO_LARGE = re.compile(r"Ran out of memory (on HBM|in memory space hbm).*?(?=\.\s|\.?$)", re.S)
@@ -122,16 +122,24 @@ _PERSISTENT_CACHE = _PersistentCache()
 def _main_module(folder: Path) -> tuple[str | None, str | None]:
     """The largest program in the dump: its own text, and its buffer assignment and live ranges. The
     compiler also compiles helper programs, such as those for constants that it folds."""
-    assignments = sorted(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size)
+    assignments = sorted(folder.glob(f"*{ASSIGNMENT}"), key=lambda path: path.stat().st_size)
     if not assignments:
         return None, None
-    main = assignments[-1]
+    return read_dumped(assignments[-1])
+
+
+def read_dumped(assignment: Path) -> tuple[str | None, str]:
+    """The program of a dumped module, None where its text is not there, and its buffer assignment
+    and live ranges.
+
+    - `assignment`: the file of the buffer assignment; the others stand beside it.
+    """
 
     def read_beside(ending: str) -> str | None:
-        path = main.with_name(main.name.removesuffix(_ASSIGNMENT) + ending)
+        path = assignment.with_name(assignment.name.removesuffix(ASSIGNMENT) + ending)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
-    parts = read_beside(_ASSIGNMENT), read_beside("-live-range.txt")
+    parts = read_beside(ASSIGNMENT), read_beside("-live-range.txt")
     return read_beside(".txt"), "\n".join(part for part in parts if part is not None)
 
 

@@ -17,6 +17,7 @@ from nnx_pipeline.lab._report.view.figures import (
     products_by,
 )
 from nnx_pipeline.lab._timing.rate import MILLION, TRILLION
+from nnx_pipeline.lab.attribution._result import ADVICE
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile._settings import written
@@ -203,15 +204,6 @@ _PARTS = {
     "output_bytes": "outputs",
     "constant_bytes": "constants",
     "heap_bytes": "heap",
-}
-# What makes buffers of a role smaller, in any program.
-ADVICE = {
-    "saved residual": "jax.checkpoint, so that the backward pass computes values again",
-    "activation": "fewer rows at a time, such as gradients of one microbatch after the other",
-    "logits": "the loss computed for a part of the sequence at a time",
-    "gathered weight": "weights gathered one layer at a time, in a jax.lax.scan over layers",
-    "gradient accumulator": "gradients sharded as their parameters are",
-    "arguments": "more devices along the mesh axis that the parameters are split over",
 }
 
 
