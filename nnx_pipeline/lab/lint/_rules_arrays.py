@@ -1,10 +1,9 @@
 """Rules about single arrays: hidden upcasts, one-hot arrays and trivial sharding constraints."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
@@ -14,6 +13,7 @@ from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
+_OF_NUMPY = 16
 _SHAPING = facts.SAME | facts.FORM
 
 
@@ -98,7 +98,7 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
     made_of = [
         made
         for one in floats
-        if "iota" in (made := _made_of(one, array)) or one.aval.size < value.aval.size
+        if (made := _made_of(one, array)) & {"iota", "inside"} or one.aval.size < value.aval.size
     ]
     if not made_of:
         return False
@@ -107,19 +107,27 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
 
 
 def _made_of(value: Value, array: Value) -> set[str]:
-    """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
+    """What a value is computed from: `array`, `iota`, `inside` where no array of numbers that the
+    function is given has a part in it, `literal`; empty for anything else."""
     waiting, origins = [value], set()
     for operand in each_once(waiting):
         one = facts.made_from(operand, _SHAPING)
         if one == array or not isinstance(one.variable, Var):
             origins.add("array" if one == array else "literal")
             continue
+        if not facts.is_float(one):
+            origins.add("inside")  # a mask, or random bits, which has become numbers
         step = step_back(one)
         if step.way != "made":
-            return set()
+            if facts.is_float(one):
+                return set()
+            continue
         if step.primitive == "iota":
             origins.add("iota")
-        waiting += step.values
+        if facts.is_float(one):
+            waiting += step.values
+    if origins == {"literal"}:
+        origins.add("inside")
     return origins
 
 
@@ -151,28 +159,43 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
     return False
 
 
-def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
-    """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers."""
-    for scope, equation in program.scope.equations():
-        if equation.primitive.name != "convert_element_type":
-            continue
-        value = scope.value(equation.outvars[0])
-        size = program.device_bytes(value)
-        if size.bytes >= limit and _is_one_hot(scope.value(equation.invars[0])):
+def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
+    """Finds arrays that a function does not take, but holds: they are part of the program.
+
+    An array that NumPy makes during the trace, such as a mask, is reported from a larger size.
+    """
+    seen: set[int] = set()
+    consts = {var: const for closed in _closed(program) for var, const in _constants(closed)}
+    for scope in program.scope.scopes():
+        for variable in scope.jaxpr.constvars:
+            const = consts.get(variable)
+            size = getattr(const, "nbytes", 0)
+            least = limit if isinstance(const, jax.Array) else _OF_NUMPY * limit
+            if size < least or id(const) in seen:
+                continue
+            seen.add(id(const))
+            value = scope.value(variable)
             yield Waste(
-                scope.locate(equation),
-                size,
-                f"{facts.array_text(value)} is one-hot",
-                "read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
-                "part of the ids at a time",
+                facts.first_use(value) or program.function,
+                facts.ArraySize(size, True),
+                f"{facts.array_text(value)} is not an argument: the function holds it, and so it "
+                "becomes a constant of the program, beside the array of the caller",
+                "pass it as an argument of the jitted function (a module too), or compute it "
+                "inside with jax.numpy",
             )
 
 
-def _is_one_hot(value: Value) -> bool:
-    step = step_back(facts.made_from(value, _SHAPING))
-    operands = [step_back(facts.made_from(one, _SHAPING)).primitive for one in step.values]
-    # Two iotas make an identity matrix, which is no lookup.
-    return step.primitive == "eq" and operands.count("iota") == 1
+def _closed(program: LintedProgram) -> Iterator[ClosedJaxpr]:
+    yield program.traced
+    for _, equation in program.scope.equations():
+        for parameter in equation.params.values():
+            for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if isinstance(one, ClosedJaxpr):
+                    yield one
+
+
+def _constants(closed: ClosedJaxpr) -> Iterator[tuple[Var, object]]:
+    yield from zip(closed.jaxpr.constvars, closed.consts, strict=False)
 
 
 def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]:
@@ -185,6 +208,8 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
     for scope, equation in program.scope.equations():
         if equation.primitive.name != "sharding_constraint":
             continue
+        if is_transposed([equation, *scope.calls()]):
+            continue  # JAX constrains the cotangent as the program does the value
         sharding = equation.params["sharding"]
         if not isinstance(sharding, NamedSharding) or not facts.spreads_nothing(sharding.spec):
             continue
@@ -223,12 +248,8 @@ def _constrained_next(value: Value) -> Iterator[NamedSharding]:
 
 
 def _is_small(value: Value) -> bool:
-    return _is_float(value) and value.aval.dtype.itemsize < 4
+    return facts.is_float(value) and value.aval.dtype.itemsize < 4
 
 
 def _is_float32(value: Value) -> bool:
-    return _is_float(value) and value.aval.dtype.itemsize == 4
-
-
-def _is_float(value: Any) -> bool:
-    return hasattr(value.aval, "dtype") and jnp.issubdtype(value.aval.dtype, jnp.floating)
+    return facts.is_float(value) and value.aval.dtype.itemsize == 4
