@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -165,6 +165,8 @@ class LintedProgram:
         """
         while True:
             step = step_back(value)
+            if declared := _declared(value):
+                return declared
             if step.way == "slice":
                 return _of_entry(self.sharding_of(step.values[0]))
             if step.way == "argument":
@@ -178,6 +180,15 @@ class LintedProgram:
             if before.aval.shape != value.aval.shape:
                 return None  # such as inside a shard_map, which has the part of one device
             value = before
+
+
+def _declared(value: Value) -> NamedSharding | None:
+    """What `out_shardings` of a jit says of its result."""
+    if not isinstance(value.variable, Var) or value.variable not in value.scope.made:
+        return None
+    equation, index = value.scope.made[value.variable]
+    declared = equation.params.get("out_shardings")
+    return _named(declared[index]) if isinstance(declared, tuple | list) else None
 
 
 def _of_entry(stack: NamedSharding | None) -> NamedSharding | None:

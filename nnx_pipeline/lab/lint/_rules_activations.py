@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import remat_p
 
-from nnx_pipeline.lab._tracing.jaxpr import is_transposed
+from nnx_pipeline.lab._tracing.jaxpr import is_recomputed, is_transposed
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import ArraySize, LintedProgram, Waste
@@ -27,7 +27,7 @@ _ELEMENTWISE = facts.SAME | facts.FORM | facts.FACTORS | facts.SUMS | {"max", "m
 _NORMALISES = {"div", "log", "integer_pow", "log1p"}
 _CUTS = {"slice", "dynamic_slice"}
 # How many times what a checkpoint keeps is stored without one, at the least.
-_OF_LAYERS, _OF_OTHERS = 3, 8
+_OF_LAYERS, _OF_OTHERS = 3, 12
 
 
 class Softmax(NamedTuple):
@@ -90,15 +90,25 @@ def _product_behind(value: Value) -> tuple[JaxprScope, JaxprEqn] | None:
 
 
 def scores_stored(program: LintedProgram, limit: float) -> Iterator[Waste]:
-    """Finds attention scores of all queries with all keys."""
-    for one in _softmaxes(program):
+    """Finds attention scores of all queries with all keys.
+
+    Inside of a checkpoint the scores of one layer are there at a time, so that only those of longer
+    sequences are reported.
+    """
+    found = [(one, one.scope.locate(one.product)) for one in _softmaxes(program)]
+    again = {
+        location
+        for one, location in found
+        if any(map(is_recomputed, [one.product, *one.scope.calls()]))
+    }
+    for one, location in found:
         size = program.device_bytes(one.exponential)
-        if size.bytes < limit or one.summed < _LONG:
+        if size.bytes < limit or one.summed < _LONG * (2 if location in again else 1):
             continue
         square = all(one.summed in one.free(operand) for operand in (0, 1))
         if square and not _comes_in_parts(one, {"dynamic_slice"}):
             yield Waste(
-                one.scope.locate(one.product),
+                location,
                 size,
                 f"{facts.array_text(one.exponential)} are the scores of {one.summed} queries with "
                 "as many keys, which are stored whole",

@@ -6,6 +6,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
+from nnx_pipeline.lab._tracing.installed import package_of
 from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
@@ -13,7 +14,8 @@ from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
-_OF_NUMPY = 16
+# Tables that a layer makes once, and masks of NumPy, are constants too.
+_OF_JAX, _OF_NUMPY = 4, 16
 _SHAPING = facts.SAME | facts.FORM
 
 
@@ -24,10 +26,11 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
     - casts that are written in the source;
     - reductions that JAX computes in float32;
+    - the product with a float32 parameter that a softmax, or a choice of experts, is taken of;
     - an elementwise operation with a float32 array that is as large itself, unless it is made from
       an iota, as a mask is;
     - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
-      norm does with its mean;
+      norm does with its mean; in a function of an installed package, with any operand;
     - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
 
     A matrix product that JAX makes in a backward pass is the transpose of one in the forward pass,
@@ -69,7 +72,8 @@ def _upcasts(
         meant = transposed or not is_promotion(equation)
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
-            if any(_widens(scope, reader, result) for reader in readers):
+            widening = [reader for reader in readers if _widens(scope, reader, result)]
+            if widening and not any(_is_head(program, scope, one) for one in widening):
                 yield operands[0], program.device_bytes(result)
     elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
         # With two small operands float32 is the dtype that the product was asked to add up in.
@@ -102,8 +106,27 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
     ]
     if not made_of:
         return False
-    statistics = all("array" in made for made in made_of)
-    return not (statistics and _comes_back(scope, reader))
+    # A layer of a package computes in float32 on purpose where it returns to the smaller dtype.
+    is_meant = all("array" in made for made in made_of) or package_of(function_of(reader)[0])
+    return not (is_meant and _comes_back(scope, reader))
+
+
+def _is_head(program: LintedProgram, scope: JaxprScope, product: JaxprEqn) -> bool:
+    """Whether a product with a parameter makes what a softmax or a choice of experts is taken of,
+    which is meant to be in float32."""
+    if product.primitive.name != "dot_general":
+        return False
+    if not any(program.is_parameter(scope.value(operand)) for operand in product.invars):
+        return False
+    waiting = [scope.value(product.outvars[0])]
+    for one in each_once(waiting):
+        for equation in one.scope.readers.get(one.variable, []):
+            if equation.primitive.name in ("exp", "top_k"):
+                return True
+            if equation.primitive.name in _SHAPING | {"add", "sub", "mul", "div"}:
+                waiting += [one.scope.value(result) for result in equation.outvars]
+        waiting += calls_of(one)
+    return False
 
 
 def _made_of(value: Value, array: Value) -> set[str]:
@@ -162,7 +185,8 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
 def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds arrays that a function does not take, but holds: they are part of the program.
 
-    An array that NumPy makes during the trace, such as a mask, is reported from a larger size.
+    An array of JAX is reported from four times the limit, one of NumPy, such as a mask, from
+    sixteen times.
     """
     seen: set[int] = set()
     consts = {var: const for closed in _closed(program) for var, const in _constants(closed)}
@@ -170,7 +194,7 @@ def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
         for variable in scope.jaxpr.constvars:
             const = consts.get(variable)
             size = getattr(const, "nbytes", 0)
-            least = limit if isinstance(const, jax.Array) else _OF_NUMPY * limit
+            least = limit * (_OF_JAX if isinstance(const, jax.Array) else _OF_NUMPY)
             if size < least or id(const) in seen:
                 continue
             seen.add(id(const))
@@ -227,7 +251,8 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
 
 
 def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
-    known = program.sharding_of(before)
+    # A part of a sharded array is taken to be sharded.
+    known = program.sharding_of(facts.made_from(before, _SHAPING | facts.PART))
     if known is not None and not facts.spreads_nothing(known.spec):
         return True
     return any(not facts.spreads_nothing(sharding.spec) for sharding in _constrained_next(after))

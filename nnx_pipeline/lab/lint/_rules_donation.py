@@ -21,8 +21,9 @@ _SAME_NUMBERS = facts.SAME | facts.FORM
 def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds arguments that a program returns updated, and that its jit does not donate.
 
-    A result is an updated argument of its dtype and shape if the argument is written into, or, in a
-    program with a backward pass, if it is a term of the result: x + f(x) of a layer is not.
+    A result is an updated argument of its dtype and shape if the argument is written into, or if it
+    is a term of the result: in a program with a backward pass, or for several arrays of one
+    argument. x + f(x) of a layer is no update.
     """
     numbers = _kept_arguments(program)
     kept = [program.inputs[number] for number in numbers]
@@ -59,10 +60,14 @@ def _donate(program: LintedProgram, kept: Sequence[Input]) -> str:
 
 def _kept_arguments(program: LintedProgram) -> list[int]:
     """The numbers of the inputs that results update, each result another, and without donation."""
-    updates = [(value, _updated(program, value)) for value in program.results()]
-    taken: set[int] = set()
-    for _, candidates in sorted(updates, key=lambda pair: len(pair[1])):
-        taken |= set([one for one in sorted(candidates) if one not in taken][:1])
+    updates = [_updated(program, value) for value in program.results()]
+    taken: dict[int, bool] = {}
+    for candidates, is_sure in sorted(updates, key=lambda update: len(update[0])):
+        free = [number for number in sorted(candidates) if number not in taken]
+        taken |= dict.fromkeys(free[:1], is_sure)
+    # Without a gradient only a tree with several such arrays is taken for a state.
+    trees = Counter(program.inputs[number].argument for number in taken)
+    taken = {n: s for n, s in taken.items() if s or trees[program.inputs[n].argument] > 1}
     # The memory of other donated arrays of that dtype and shape serves as well.
     spare = Counter(
         facts.kind_of(program.input(number))
@@ -79,18 +84,28 @@ def _kept_arguments(program: LintedProgram) -> list[int]:
     return kept
 
 
-def _updated(program: LintedProgram, result: Value) -> set[int]:
-    """The inputs of the dtype and shape of a result that it is an update of."""
-    same = step_back(facts.made_from(result, facts.SAME))
-    if not hasattr(result.aval, "dtype") or same.way == "argument":
-        return set()
+def _updated(program: LintedProgram, result: Value) -> tuple[set[int], bool]:
+    """The inputs of the dtype and shape of a result that it may be an update of, and whether it is
+    one for sure."""
+    if _is_passed_through(result):
+        return set(), False
     steps = [*facts.history(result, _of_written)]
-    written = any(step.primitive in _WRITES for step in steps)
-    if not written:
-        steps = [*facts.history(result, _of_update)] if program.has_backward else []
+    is_sure = any(step.primitive in _WRITES for step in steps)
+    if not is_sure:
+        steps, is_sure = [*facts.history(result, _of_update)], program.has_backward
     reached = {step.number for step in steps if step.way == "argument"}
     kind = facts.kind_of(result)
-    return {number for number in reached if facts.kind_of(program.input(number)) == kind}
+    return {number for number in reached if facts.kind_of(program.input(number)) == kind}, is_sure
+
+
+def _is_passed_through(value: Value) -> bool:
+    """Whether a result is an argument as it came, perhaps through a loop that stacks it again."""
+    while True:
+        step = step_back(value)
+        is_link = step.way in ("slice", "stack") or (step.way == "same" and len(step.values) == 1)
+        if not is_link and step.primitive not in facts.SAME:
+            return step.way == "argument"
+        value = facts.returned_operand(step)
 
 
 def _of_written(step: Derivation) -> Sequence[Value]:
@@ -203,6 +218,8 @@ def _pieces(value: Value) -> tuple[Value, Sequence[Value], bool]:
             value = step.values[0]
         elif name in _SAME_NUMBERS - {"broadcast_in_dim"}:
             value = facts.returned_operand(step)
+        elif name in ("slice", "dynamic_slice"):
+            value = step.values[0]
         elif name in _WRITES:
             updates.append(step.values[2 if name.startswith("scatter") else 1])
             value = step.values[0]

@@ -88,14 +88,26 @@ def _taken_one_by_one(gather: Gather) -> int:
                     return int(one.aval.shape[0])
             elif equation.primitive.name in facts.SAME:
                 waiting += [scope.value(result) for result in equation.outvars]
-            elif equation.primitive.name in ("slice", "dynamic_slice"):
-                pieces += _is_one_entry(one, scope.value(equation.outvars[0]))
+            elif _cuts_one_entry(equation):
+                pieces += _turns(scope, around)
         waiting += calls_of(one)
-    return pieces
+    # A loop that takes one entry more often than there are entries is one over something else.
+    return pieces if pieces <= gather.result.aval.shape[0] else 0
 
 
-def _is_one_entry(whole: Value, piece: Value) -> bool:
-    return bool(piece.aval.shape == (1, *whole.aval.shape[1:]))
+def _turns(scope: JaxprScope, around: int) -> int:
+    """How often what is inside a loop runs, if that is one more loop than around the gather."""
+    loops = loops_around(scope)
+    if len(loops) == around:
+        return 1
+    return int(loops[0].params.get("length", 0)) if len(loops) == around + 1 else 0
+
+
+def _cuts_one_entry(equation: JaxprEqn) -> bool:
+    if equation.primitive.name not in ("slice", "dynamic_slice"):
+        return False
+    whole, piece = (getattr(v.aval, "shape", ()) for v in (equation.invars[0], equation.outvars[0]))
+    return bool(piece == (1, *whole[1:]))
 
 
 def gathered_twice(program: LintedProgram, limit: float) -> Iterator[Waste]:

@@ -9,7 +9,8 @@ from nnx_pipeline.lab.lint._walk import Value, step_back
 
 _SHAPING = facts.SAME | facts.FORM
 # What masks are made of one-hot arrays by, and what their indices are counted by.
-_MASKS = _SHAPING | facts.PART | facts.FACTORS | facts.SUMS | {"and", "reduce_sum", "reduce_max"}
+_MASKS = _SHAPING | facts.PART | facts.FACTORS | facts.SUMS
+_MASKS |= {"and", "or", "reduce_sum", "reduce_max", "reduce_or"}
 _COUNTS = _MASKS | {"cumsum", "gather", "lt", "gt", "le", "ge", "max", "dot_general"}
 
 
