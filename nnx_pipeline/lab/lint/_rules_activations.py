@@ -180,7 +180,7 @@ def residuals_stacked(program: LintedProgram, limit: float) -> Iterator[Waste]:
         least = sum(length * program.device_bytes(before).bytes for before, _, _ in forward.carried)
         layers = any(program.is_parameter(whole) for whole, _ in forward.sliced)
         times = _OF_LAYERS if layers else _OF_OTHERS
-        if stored - least < limit or stored < times * least or len(needed) == len(kept):
+        if stored < limit or stored < times * least or len(needed) == len(kept):
             continue
         yield Waste(
             forward.scope.locate(forward.equation),

@@ -7,15 +7,21 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.installed import package_of
-from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
+from nnx_pipeline.lab._tracing.jaxpr import (
+    function_of,
+    is_differentiated,
+    is_promotion,
+    is_recomputed,
+    is_transposed,
+)
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
-# Tables that a layer makes once, and masks of NumPy, are constants too.
-_OF_JAX, _OF_NUMPY = 4, 16
+# A mask of NumPy is a constant too.
+_OF_NUMPY = 4
 _SHAPING = facts.SAME | facts.FORM
 
 
@@ -26,6 +32,7 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
     - casts that are written in the source;
     - reductions that JAX computes in float32;
+    - an update of a parameter outside of what is differentiated, which is cast back;
     - the product with a float32 parameter that a softmax, or a choice of experts, is taken of;
     - an elementwise operation with a float32 array that is as large itself, unless it is made from
       an iota, as a mask is;
@@ -73,7 +80,8 @@ def _upcasts(
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
             widening = [reader for reader in readers if _widens(scope, reader, result)]
-            if widening and not any(_is_head(program, scope, one) for one in widening):
+            meant = any(_is_head(program, scope, one) for one in widening)
+            if widening and not meant and not _is_update(program, operands[0], widening[0]):
                 yield operands[0], program.device_bytes(result)
     elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
         # With two small operands float32 is the dtype that the product was asked to add up in.
@@ -127,6 +135,14 @@ def _is_head(program: LintedProgram, scope: JaxprScope, product: JaxprEqn) -> bo
                 waiting += [one.scope.value(result) for result in equation.outvars]
         waiting += calls_of(one)
     return False
+
+
+def _is_update(program: LintedProgram, value: Value, reader: JaxprEqn) -> bool:
+    """Whether an optimizer computes in float32, and returns to the dtype of the parameters."""
+    if not program.has_backward or is_differentiated([reader, *value.scope.calls()]):
+        return False
+    is_state = program.is_parameter(value) or program.is_gradient(value)
+    return is_state and _comes_back(value.scope, reader)
 
 
 def _made_of(value: Value, array: Value) -> set[str]:
@@ -185,8 +201,7 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
 def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds arrays that a function does not take, but holds: they are part of the program.
 
-    An array of JAX is reported from four times the limit, one of NumPy, such as a mask, from
-    sixteen times.
+    One of NumPy, such as a mask, is reported from four times the limit.
     """
     seen: set[int] = set()
     consts = {var: const for closed in _closed(program) for var, const in _constants(closed)}
@@ -194,7 +209,7 @@ def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
         for variable in scope.jaxpr.constvars:
             const = consts.get(variable)
             size = getattr(const, "nbytes", 0)
-            least = limit * (_OF_JAX if isinstance(const, jax.Array) else _OF_NUMPY)
+            least = limit * (1 if isinstance(const, jax.Array) else _OF_NUMPY)
             if size < least or id(const) in seen:
                 continue
             seen.add(id(const))

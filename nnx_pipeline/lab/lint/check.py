@@ -47,7 +47,7 @@ RULES = {
     "layers-gathered": LintRule(gathers.stacks_gathered),
     "gathered-twice": LintRule(gathers.gathered_twice),
     "replicated-parameter": LintRule(gathers.replicated_parameters),
-    "captured-constant": LintRule(arrays.captured_constants),
+    "captured-constant": LintRule(arrays.captured_constants, times=4),
     "parameter-in-loop": LintRule(parameters_in_loops),
     "gradient-per-microbatch": LintRule(gradients_per_microbatch),
     "remat-policy": LintRule(remat_policies),
