@@ -477,19 +477,6 @@ def test_no_false_alarm_on_a_residual_layer() -> None:
     assert lint(layer, *given) == lint(jax.grad(lambda *a: layer(*a).sum(), (0, 1)), *given) == []
 
 
-@pytest.mark.parametrize("length", [16, 64])
-def test_no_false_alarm_on_a_recurrent_layer(length: int) -> None:
-    """It keeps its gates of each step, which a checkpoint would not gain enough on."""
-    cells = {
-        "lstm": nnx.OptimizedLSTMCell(64, 64, rngs=nnx.Rngs(0)),
-        "gru": nnx.GRUCell(64, 64, rngs=nnx.Rngs(0)),
-    }
-    for cell in cells.values():
-        gradient = nnx.grad(lambda layer, x: jnp.sum(layer(x) ** 2))
-        x = array(256, length, 64)
-        assert lint(nnx.jit(gradient), nnx.RNN(cell), x, limits=Limits(large=1e4)) == []
-
-
 def test_logits_and_routers_in_float32_are_meant() -> None:
     """A layer that is told float32, in a model in half, for what a softmax is taken of."""
     head = linen.Dense(SIZE, dtype=jnp.float32, use_bias=False)

@@ -83,32 +83,36 @@ def test_linen(name: str) -> None:
     check(loss, params, variables, jax.eval_shape(lambda: jax.random.key(0)), x)
 
 
-def nnx_layers(rngs: nnx.Rngs) -> dict[str, tuple[nnx.Module, Any]]:
-    options = {"rngs": rngs, **DTYPES}
-    carry = {"carry_init": lambda key, shape, dtype: jnp.zeros(shape, jnp.bfloat16)}
-    lstm = nnx.OptimizedLSTMCell(WIDTH, WIDTH, **carry, **options)
-    attention = functools.partial(nnx.MultiHeadAttention, 8, WIDTH, decode=False)
-    return {
-        "Linear": (nnx.Linear(WIDTH, WIDTH, **options), TEXT),
-        "LayerNorm": (nnx.LayerNorm(WIDTH, **options), TEXT),
-        "RMSNorm": (nnx.RMSNorm(WIDTH, **options), TEXT),
-        "BatchNorm": (nnx.BatchNorm(32, **options), IMAGE),
-        "Embed": (nnx.Embed(2048, WIDTH, **options), IDS),
-        "Conv": (nnx.Conv(32, 64, (3, 3), **options), IMAGE),
-        "attention": (attention(**options), TEXT),
-        "LSTM": (nnx.RNN(lstm), TEXT),
-        "GRU": (nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, **carry, **options)), TEXT),
-    }
+def recurrent(cell: Any) -> Callable[..., Any]:
+    def made(rngs: nnx.Rngs) -> nnx.RNN:
+        start = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
+        carry = {"carry_init": lambda key, shape, dtype: start(shape)}
+        return nnx.RNN(cell(WIDTH, WIDTH, rngs=rngs, **carry, **DTYPES))
+
+    return made
+
+
+attention = functools.partial(nnx.MultiHeadAttention, 8, WIDTH, decode=False, **DTYPES)
+NNX: dict[str, tuple[Callable[..., Any], Any]] = {
+    "Linear": (lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs, **DTYPES), TEXT),
+    "LayerNorm": (lambda rngs: nnx.LayerNorm(WIDTH, rngs=rngs, **DTYPES), TEXT),
+    "RMSNorm": (lambda rngs: nnx.RMSNorm(WIDTH, rngs=rngs, **DTYPES), TEXT),
+    "BatchNorm": (lambda rngs: nnx.BatchNorm(32, rngs=rngs, **DTYPES), IMAGE),
+    "Embed": (lambda rngs: nnx.Embed(2048, WIDTH, rngs=rngs, **DTYPES), IDS),
+    "Conv": (lambda rngs: nnx.Conv(32, 64, (3, 3), rngs=rngs, **DTYPES), IMAGE),
+    "attention": (lambda rngs: attention(rngs=rngs), TEXT),
+    "LSTM": (recurrent(nnx.OptimizedLSTMCell), TEXT),
+    "GRU": (recurrent(nnx.GRUCell), TEXT),
+}
 
 
 @pytest.mark.filterwarnings("ignore:carry_init is provided")
-@pytest.mark.parametrize(
-    "name",
-    ["Linear", "LayerNorm", "RMSNorm", "BatchNorm", "Embed", "Conv", "attention", "LSTM", "GRU"],
-)
+@pytest.mark.parametrize("name", NNX)
 def test_nnx(name: str) -> None:
+    make, x = NNX[name]
+
     def made() -> tuple[Any, Any]:
-        model = nnx_layers(nnx.Rngs(0))[name][0]
+        model = make(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
     def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
@@ -117,7 +121,7 @@ def test_nnx(name: str) -> None:
         return loss
 
     with jax.numpy_dtype_promotion("standard"):
-        (model, optimizer), x = nnx.eval_shape(made), nnx_layers(nnx.Rngs(0))[name][1]
+        model, optimizer = nnx.eval_shape(made)
         assert lint(nnx.jit(lambda model, x: model(x)), model, x, limits=SMALL) == []
         donated = nnx.jit(step, donate_argnums=(0, 1))
         assert lint(donated, model, optimizer, x, limits=SMALL) == []
