@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
-from nnx_pipeline.lab._tracing.nnx_state import name_of, settings_of, without_repeats
+from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -19,7 +19,7 @@ from nnx_pipeline.lab.compile._places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, described
-from nnx_pipeline.lab.mesh import MeshConfig, entry_axes
+from nnx_pipeline.lab.mesh import Axes, entry_axes
 
 
 class _Target(NamedTuple):
@@ -44,8 +44,8 @@ def measure(
       `jax.sharding.NamedSharding` over the axes of `mesh`. A leaf without a sharding is whole on
       every device, and one of the memory kind `pinned_host` is in host memory.
     - `mesh`: a JAX mesh of any devices, which those of the platform replace, or a text such as
-      `data=2,fsdp=4` (axes in auto mode); None for a program on one device. Constraints in the
-      function must name axes (`P("data")`) rather than a mesh of their own.
+      `dp=2,tp=4` (axes in auto mode) or `explicit:dp=2,tp=4`; None for a program on one device.
+      Constraints in the function must name axes (`P("dp")`) rather than a mesh of their own.
     - `platform`: what to compile for, such as `tpu:v5p:2x2x2`, or with settings of the compiler
       `Platform.parse("tpu:v5p:2x2x2", "xla_tpu_scoped_vmem_limit_kib=65536")`.
     - `progress`: called with a text when a phase begins.
@@ -61,7 +61,7 @@ def _measured(
     platform, mesh, device = target
     check_sizes(arguments)
     call = Call.of(function, arguments)
-    abstract, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
+    abstract, keywords = abstract_arguments(call.given, mesh, device)
     call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
@@ -75,7 +75,7 @@ def _measured(
                 {
                     "function": name_of(function),
                     "arguments": _shapes((abstract, keywords)),
-                    **({"bound": bound} if (bound := settings_of(function)) else {}),
+                    **({"bound": call.settings} if call.settings else {}),
                 },
             )
         result = lowered.measure()
@@ -154,7 +154,7 @@ def compare(
 
 def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:
     target = _platform(platform)
-    needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    needed = Axes.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
     return _Target(target, mesh_on(needed, devices), devices[0])
@@ -213,11 +213,8 @@ def _placement_notes(arguments: object, platform: Platform, mesh: Mesh | None) -
 
 def _shapes(arguments: object) -> list[str]:
     """As `--arg` takes them, such as `float32[8@data,128]`."""
-    return [
-        _shape(leaf)
-        for leaf in jax.tree.leaves(without_repeats(arguments)[0])
-        if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
-    ]
+    traced = without_static(without_repeats(arguments)[0], numbers=True)
+    return [_shape(leaf) for leaf in jax.tree.leaves(traced)]
 
 
 def _shape(leaf: object) -> str:

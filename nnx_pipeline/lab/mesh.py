@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,9 +17,43 @@ if TYPE_CHECKING:
     from jax.sharding import PartitionSpec as P
 
 
+class _Sized:
+    """What `MeshConfig` and `Axes` have in common."""
+
+    dcn: Any  # the same for the data-centre network, or None
+
+    def sizes(self) -> dict[str, int]:
+        """Every axis with its size, in the order of the mesh axes."""
+        raise NotImplementedError
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the mesh needs."""
+        return math.prod(self.sizes().values())
+
+    def _check(self) -> None:
+        for name, size in self.sizes().items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InputError(f"mesh axis {name}={size!r} is not a whole number of 1 or more")
+        for name, parts in self.dcn.sizes().items() if self.dcn is not None else ():
+            if name not in self.sizes():
+                raise InputError(
+                    f"dcn {self.dcn}: the mesh has no axis {name!r}; {nearest(name, self.sizes())}"
+                )
+            size = self.sizes()[name]
+            rule = f"mesh axis {name}={size} does not divide into dcn {name}={parts} parts"
+            divides(parts, size, rule=rule, cure="or divide another axis")
+
+    def __str__(self) -> str:
+        shown = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
+        over = f" with dcn {self.dcn}" if self.dcn is not None else ""
+        return (",".join(shown) or "one device") + over
+
+
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """How many devices each mesh axis has; an axis that is left out has one.
+class MeshConfig(_Sized):
+    """How many devices each mesh axis has; an axis that is left out has one. The axes are those
+    that the models of this package know; `Axes` has any others.
 
     Raises InputError for a size that is not a whole number of 1 or more, and for a `dcn` that is no
     MeshConfig.
@@ -47,15 +81,9 @@ class MeshConfig:
     """How each axis is divided over the data-centre network, see `make_mesh`."""
 
     def __post_init__(self) -> None:
-        for name, size in self.sizes().items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise InputError(f"mesh axis {name}={size!r} is not a whole number of 1 or more")
         if self.dcn is not None and not isinstance(self.dcn, MeshConfig):
             raise InputError(f"dcn={self.dcn!r} is no MeshConfig; write MeshConfig(data=2)")
-        for name, parts in self.dcn.sizes().items() if self.dcn is not None else ():
-            size = getattr(self, name)
-            rule = f"mesh axis {name}={size} does not divide into dcn {name}={parts} parts"
-            divides(parts, size, rule=rule, cure="or divide another axis")
+        self._check()
 
     @classmethod
     def parse(cls, text: str, *, dcn: str = "") -> MeshConfig:
@@ -66,8 +94,8 @@ class MeshConfig:
         Raises InputError for an unknown axis, an axis named twice, and a size that is not a whole
         number of 1 or more.
         """
-        mesh = cls(**_parsed(text, "mesh"))
-        divided = cls(**_parsed(dcn, "dcn")) if dcn.strip() else None
+        mesh = cls(**_parsed(text, "mesh", AXES))
+        divided = cls(**_parsed(dcn, "dcn", AXES)) if dcn.strip() else None
         return dataclasses.replace(mesh, dcn=divided)
 
     def sizes(self) -> dict[str, int]:
@@ -78,26 +106,63 @@ class MeshConfig:
         """The product of the sizes of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
-    @property
-    def num_devices(self) -> int:
-        """How many devices the mesh needs."""
-        return math.prod(self.sizes().values())
-
-    def __str__(self) -> str:
-        shown = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
-        over = f" with dcn {self.dcn}" if self.dcn is not None else ""
-        return (",".join(shown) or "one device") + over
-
 
 AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig) if axis.name != "dcn")
 
 
-def _parsed(text: str, what: str) -> dict[str, Any]:
-    sizes = {}
+EXPLICIT = "explicit:"  # before the axes of a text, which are in auto mode without it
+
+
+@dataclass(frozen=True)
+class Axes(_Sized):
+    """A mesh for any function: its axes by their own names, in order, each with its size."""
+
+    named: Mapping[str, int]
+
+    dcn: Axes | None = None
+    """How axes are divided over the data-centre network, see `make_mesh`."""
+
+    sharding: Literal["explicit", "auto"] = "auto"
+    """The type of all axes."""
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    @classmethod
+    def parse(cls, text: str, *, dcn: str = "") -> Axes:
+        """Reads text such as `dp=4,tp=2`, or `explicit:dp=4,tp=2` for explicit axes.
+
+        - `dcn`: the same for the data-centre network, such as `dp=2`; empty for none.
+
+        Where all names are axes of a `MeshConfig`, the mesh has the rest of these too, with size 1.
+        Raises InputError for a name that Python would not take, an axis named twice, a size that
+        is not a whole number of 1 or more, and an axis of `dcn` that the mesh lacks.
+        """
+        is_explicit = text.strip().startswith(EXPLICIT)
+        sizes = _parsed(text.strip().removeprefix(EXPLICIT), "mesh")
+        if {*sizes} <= {*AXES}:
+            sizes = {**sizes, **{name: 1 for name in AXES if name not in sizes}}
+        divided = cls(_parsed(dcn, "dcn")) if dcn.strip() else None
+        return cls(sizes, divided, "explicit" if is_explicit else "auto")
+
+    def sizes(self) -> dict[str, int]:
+        return dict(self.named)
+
+    def __str__(self) -> str:
+        return f"{EXPLICIT if self.sharding == 'explicit' else ''}{super().__str__()}"
+
+
+def _parsed(text: str, what: str, known: Iterable[str] = ()) -> dict[str, Any]:
+    """The sizes by axis; any names where none are `known`."""
+    sizes: dict[str, int] = {}
     for part in (piece.strip() for piece in text.split(",") if text.strip()):
         name, separator, size = part.partition("=")
-        if name not in AXES:
-            raise InputError(f"{what} {text!r}: a mesh has no axis {name!r}; {nearest(name, AXES)}")
+        if known and name not in known:
+            raise InputError(
+                f"{what} {text!r}: a mesh has no axis {name!r}; {nearest(name, known)}"
+            )
+        if not name.isidentifier():
+            raise InputError(f"{what} {text!r}: {name!r} is no name of an axis; write dp=4,tp=2")
         if name in sizes:
             raise InputError(f"{what} {text!r} names {name} twice; name each axis once")
         if not separator or not size.isdecimal() or len(size) > 9 or not int(size):
@@ -110,13 +175,13 @@ def _parsed(text: str, what: str) -> dict[str, Any]:
 
 
 def make_mesh(
-    config: MeshConfig,
+    config: MeshConfig | Axes,
     devices: Sequence[jax.Device] | None = None,
     *,
     sharding: Literal["explicit", "auto"] = "explicit",
-    dcn: MeshConfig | None = None,
+    dcn: MeshConfig | Axes | None = None,
 ) -> Mesh:
-    """Makes a JAX mesh with all six axes.
+    """Makes a JAX mesh with all axes of `config`, of a MeshConfig all six.
 
     The inner axes, which communicate most, get the shortest links. On a TPU whose chips fill a box,
     `mesh_utils.create_device_mesh` lays the axes along its links. Elsewhere inner axes are close in
@@ -138,7 +203,8 @@ def make_mesh(
 
     one_of("sharding", sharding, ("explicit", "auto"))
     devices = list(jax.devices() if devices is None else devices)
-    dcn = dataclasses.replace(config, dcn=dcn or config.dcn).dcn
+    kept: Any = dcn or config.dcn
+    dcn = dataclasses.replace(config, dcn=kept).dcn
     has_spare = all(device.platform == "cpu" for device in devices)  # these cost nothing
     if len(devices) < config.num_devices or (len(devices) > config.num_devices and not has_spare):
         virtual = (
@@ -156,16 +222,19 @@ def make_mesh(
         grid = _along_links(devices[: config.num_devices], [*config.sizes().values()])
     else:
         grid = _over_slices(config, devices, dcn)
-    return Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
+    return Mesh(grid, tuple(config.sizes()), axis_types=(kind,) * grid.ndim)
 
 
-def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshConfig) -> np.ndarray:
+def _over_slices(
+    config: MeshConfig | Axes, devices: Sequence[jax.Device], dcn: MeshConfig | Axes
+) -> np.ndarray:
     import numpy as np
 
     slices: dict[int, list[jax.Device]] = {}
     for number, device in zip(_networks(devices), devices, strict=True):
         slices.setdefault(number, []).append(device)
-    inside = [size // getattr(dcn, axis) for axis, size in config.sizes().items()]
+    outside = [dcn.sizes().get(axis, 1) for axis in config.sizes()]
+    inside = [size // parts for size, parts in zip(config.sizes().values(), outside, strict=True)]
     sizes = sorted({len(one) for one in slices.values()})
     if len(slices) != dcn.num_devices or sizes != [math.prod(inside)]:
         raise InputError(
@@ -174,7 +243,6 @@ def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshCon
             f"{len(slices)} of {' or '.join(map(str, sizes))}; make the product of its axes equal "
             "to the number of slices, or of hosts where there is one slice"
         )
-    outside = tuple(dcn.sizes().values())
     grid = np.array([_along_links(slices[number], inside) for number in sorted(slices)])
     grid = grid.reshape(*outside, *inside)
     # From (parts of every axis, then rests of every axis) to (part, rest) of each axis in turn.

@@ -40,7 +40,7 @@ FOLDERS = {
         ("_report",),
         ("_page",),
         ("api",),
-        ("lint",),
+        ("lint", "memory_table"),
         ("_cli",),
         ("pytest_plugin",),
     ),
@@ -304,8 +304,10 @@ def test_no_asserts_without_words() -> None:
     assert wrong == []
 
 
-# Python, the click group and the NNX base class call these by their names.
-CALLED_BY_OTHERS = re.compile(r"__\w+__|pytest_\w+|list_commands|format_commands|set_view")
+# Python, the click group, the NNX base class and notebooks call these by their names.
+CALLED_BY_OTHERS = re.compile(
+    r"__\w+__|pytest_\w+|list_commands|format_commands|set_view|_repr_html_"
+)
 
 
 def test_every_name_is_used() -> None:

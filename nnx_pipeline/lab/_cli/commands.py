@@ -21,7 +21,6 @@ from nnx_pipeline.lab._cli.subject import (
 )
 from nnx_pipeline.lab._cli.values import Chosen, Costing, Measuring, Target, TwoArms
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.lab.mesh import MeshConfig
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.lint import Limits
@@ -60,7 +59,7 @@ def measure_command(
     SUBJECT is a preset, MODULE:FUNCTION or FILE.py:FUNCTION. For NVIDIA it is compiled twice: with
     matrix products by Triton and by cuBLASLt. The JSON has the second program under `other_gemm`.
     """
-    subject = subject_of(name, chosen, inputs, target.mesh_config)
+    subject = subject_of(name, chosen, inputs, target.mesh, target.dcn)
     from nnx_pipeline.lab._report.output import check_outputs
 
     check_outputs(json=written.json_path, hlo=written.hlo_path)
@@ -86,7 +85,7 @@ def measure_command(
     costing.check(platforms[:1], of_function=subject.config is None)
     from nnx_pipeline.lab._cli.measuring import run_measure
 
-    run_measure(subject, target.mesh_config, platforms, costing, written)
+    run_measure(subject, platforms, costing, written)
 
 
 @click.command(
@@ -185,7 +184,7 @@ def _compare_platforms(
             f"{' '.join(names)}: with several --platform one program is compared; leave out "
             f"{names[1]}, or all but one --platform"
         )
-    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh_config)
+    subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh, target.dcn)
     if target.gemm == "both":
         raise InputError(
             "--gemm both: with several --platform one kind of matrix products is compared; write "
@@ -195,7 +194,7 @@ def _compare_platforms(
     costing.check(platforms, of_function=subject.config is None)
     from nnx_pipeline.lab._cli.measuring import run_platforms
 
-    run_platforms(subject, target.mesh_config, platforms, costing, outputs)
+    run_platforms(subject, platforms, costing, outputs)
 
 
 def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
@@ -250,12 +249,12 @@ def memory_command(
     NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
     has the second program under `other_gemm`.
     """
-    subject = subject_of(name, chosen, inputs, target.mesh_config)
+    subject = subject_of(name, chosen, inputs, target.mesh, target.dcn)
     outputs.check()
     platforms = target.settled(on_mesh=subject.config is not None).platforms()
     from nnx_pipeline.lab._cli.measuring import run_memory
 
-    run_memory(subject, target.mesh_config, platforms, outputs, top)
+    run_memory(subject, platforms, outputs, top)
 
 
 @dataclass(frozen=True)
@@ -366,14 +365,14 @@ def lint_command(
     the nnx.Params of its first argument, or, if that has no NNX variables, all of its
     floating-point arrays. Exit 1 when there are findings, and 2 when the function cannot be traced.
     """
-    sizes, mesh_config = limits.limits(), MeshConfig.parse(mesh)
-    subject = subject_of(name, chosen, inputs, mesh_config)
+    sizes = limits.limits()
+    subject = subject_of(name, chosen, inputs, mesh)
     from nnx_pipeline.lab._report.output import check_writable
 
     check_writable(json_path, "--json")
     from nnx_pipeline.lab._cli.linting import run_lint
 
-    run_lint(subject, mesh_config, sizes, json_path)
+    run_lint(subject, sizes, json_path)
 
 
 @click.command(

@@ -13,18 +13,18 @@ from nnx_pipeline.lab.lint._report import findings_view
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
-def run_lint(subject: Subject, mesh: MeshConfig, limits: Limits, json_path: str | None) -> None:
+def run_lint(subject: Subject, limits: Limits, json_path: str | None) -> None:
     # 1 means findings, so that a function that cannot be traced ends with 2.
     with progress() as say, compiler_errors(InputError):
         say("tracing")
-        if subject.config is None:
-            # Linting only traces, so virtual CPU devices can stand for any others.
-            grid, arguments = subject.inputs.on(mesh, Platform("cpu"))
-            findings = lint(find_function(subject.name), *arguments, mesh=grid, limits=limits)
+        if isinstance(subject.mesh, MeshConfig):
+            findings = presets().lint_config(subject.config, subject.mesh, limits)
         else:
-            findings = presets().lint_config(subject.config, mesh, limits)
-    show(findings_view(subject.title(mesh), findings), json_path=json_path)
-    linted: dict[str, object] = {"schema": 1, "mesh": mesh.sizes()}
+            # Linting only traces, so virtual CPU devices can stand for any others.
+            grid, arguments = subject.inputs.on(subject.mesh, Platform("cpu"))
+            findings = lint(find_function(subject.name), *arguments, mesh=grid, limits=limits)
+    show(findings_view(subject.title(), findings), json_path=json_path)
+    linted: dict[str, object] = {"schema": 1, "mesh": subject.mesh.sizes()}
     if subject.config is None:
         linted["function"] = subject.name
     else:

@@ -13,10 +13,9 @@ from nnx_pipeline.lab._cli.values import Costing, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.program_tables import memory_view, times_view
 from nnx_pipeline.lab._report.view import words
-from nnx_pipeline.lab._report.view.figures import compiler, products_by, same_memory
-from nnx_pipeline.lab._report.view.remarks import ADVICE, FIGURES, unread_lines
+from nnx_pipeline.lab._report.view.figures import same_memory
+from nnx_pipeline.lab._report.view.remarks import ADVICE
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile._functions import find_function
@@ -27,15 +26,13 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
 
-def measured(
-    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform]
-) -> list[Measurement]:
+def measured(subject: Subject, platforms: Sequence[Platform]) -> list[Measurement]:
     """The figures for each platform; these differ in the kind of matrix products alone."""
     with progress() as say, compiler_errors():
-        if subject.config is not None:
+        if isinstance(subject.mesh, MeshConfig):
             step = presets().measure_step
-            return [step(subject.config, mesh, one, progress=say) for one in platforms]
-        grid, arguments = subject.inputs.on(mesh, platforms[0])
+            return [step(subject.config, subject.mesh, one, progress=say) for one in platforms]
+        grid, arguments = subject.inputs.on(subject.mesh, platforms[0])
         function = find_function(subject.name)
         return [
             measure(function, *arguments, mesh=grid, platform=one, progress=say)
@@ -44,15 +41,11 @@ def measured(
 
 
 def run_measure(
-    subject: Subject,
-    mesh: MeshConfig,
-    platforms: Sequence[Platform],
-    costing: Costing,
-    written: Written,
+    subject: Subject, platforms: Sequence[Platform], costing: Costing, written: Written
 ) -> None:
-    results = [costing.of(result) for result in measured(subject, mesh, platforms)]
+    results = [costing.of(result) for result in measured(subject, platforms)]
     advice = ADVICE if subject.config is None else presets().ADVICE
-    title = subject.title(mesh)
+    title = subject.title()
     report.show_measurements(title, results, json_path=written.json_path, advice=advice)
     written.say_words(words.MEMORY, words.TIME)
     if written.hlo_path:
@@ -60,23 +53,19 @@ def run_measure(
 
 
 def run_platforms(
-    subject: Subject,
-    mesh: MeshConfig,
-    platforms: Sequence[Platform],
-    costing: Costing,
-    outputs: Outputs,
+    subject: Subject, platforms: Sequence[Platform], costing: Costing, outputs: Outputs
 ) -> None:
     from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
 
     # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when
     # JAX starts, and every other one may start it.
     for one in sorted(platforms, key=lambda one: one.kind != "rocm"):
-        mesh_on(mesh, one.devices(mesh.num_devices))
+        mesh_on(subject.mesh, one.devices(subject.mesh.num_devices))
     rows: list[Row] = []
     refused: list[InputError] = []
     for platform in platforms:
         try:
-            (result,) = measured(subject, mesh, [platform])
+            (result,) = measured(subject, [platform])
         except (Failed, InputError) as error:
             rows.append((str(platform), str(error)))
             refused += [error] if isinstance(error, InputError) else []
@@ -84,7 +73,7 @@ def run_platforms(
             rows.append((str(platform), costing.of(result)))
     if len(refused) == len(rows):
         raise refused[0]
-    show(platforms_view(subject.title(mesh), rows), json_path=outputs.json_path)
+    show(platforms_view(subject.title(), rows), json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME)
     results = [
         {"platform": name, "error": found} if isinstance(found, str) else found.to_json()
@@ -96,22 +85,17 @@ def run_platforms(
 
 
 def run_memory(
-    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
+    subject: Subject, platforms: Sequence[Platform], outputs: Outputs, most: int
 ) -> None:
-    results, title = measured(subject, mesh, platforms), subject.title(mesh)
+    results, title = measured(subject, platforms), subject.title()
     attributions = [_with_buffers(result) for result in results]
     differ = len({result.memory for result in results}) > 1
-    for result, attribution in zip(results, attributions, strict=True):
+    for result in results:
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
             show(same_memory(result.platform), json_path=outputs.json_path)
             continue
-        by = f", matrix products by {products_by(result)}" if result.gemm else ""
-        named = f"{title}, {compiler(result)}{by}"
-        show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
-        show(report.account_view(result), json_path=outputs.json_path)
-        if result.time or result.unread:
-            show(times_view(result, top=most), json_path=outputs.json_path)
+        show(report.memory_report(title, result, top=most), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {
@@ -127,14 +111,10 @@ def run_memory(
 
 
 def _with_buffers(result: Measurement) -> Attribution:
-    if result.attribution is None:
-        if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
-            raise Failed(unread[0])
-        raise Failed(
-            f"{result.platform} gave no buffer assignment; a program from JAX's persistent "
-            "compilation cache has none: unset jax_compilation_cache_dir"
-        )
-    return result.attribution
+    try:
+        return report.buffers_of(result)
+    except InputError as error:  # nothing that was given on the command line is wrong
+        raise Failed(str(error)) from error
 
 
 def run_compare(
@@ -145,14 +125,14 @@ def run_compare(
     outputs: Outputs,
 ) -> None:
     with progress() as say, compiler_errors():
-        grid, arguments = inputs.on(target.mesh_config, pairs[0][0])
+        grid, arguments = inputs.on(target.axes, pairs[0][0])
         one, other = (
             f"{name}, {option}" if option else name
             for name, option in zip(names, target.options, strict=True)
         )
         arms = functools.partial(compare, *map(find_function, names), *arguments, mesh=grid)
         outcomes = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
-    title = f"{names[0]} and {names[1]} on {target.mesh_config}, {target.platform}: per device"
+    title = f"{names[0]} and {names[1]} on {target.axes}, {target.platform}: per device"
     report.show_outcomes(title, outcomes, target.platform, json_path=outputs.json_path)
     outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
     outputs.write_outcomes(title, outcomes)

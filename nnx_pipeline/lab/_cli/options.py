@@ -133,13 +133,20 @@ def _xla_option(name: str, help: str) -> Callable[[Command], Command]:
     return click.option(name, multiple=True, metavar="NAME=VALUE", help=help)
 
 
-def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
+def mesh_option(
+    shown: str = "one device", *, of_functions: bool = True
+) -> Callable[[Command], Command]:
+    others = (
+        " A function may have axes of other names, such as dp=4,tp=2, or explicit:dp=4,tp=2 for "
+        "explicit ones."
+    )
     return click.option(
         "--mesh",
         default="",
         show_default=shown,
         metavar="AXES",
-        help=f"Sizes of the mesh axes {', '.join(AXES)}; those left out are 1.",
+        help=f"Sizes of the mesh axes {', '.join(AXES)}; those left out are 1."
+        f"{others if of_functions else ''}",
         shell_complete=completion.axes,
     )
 
@@ -174,7 +181,7 @@ run_option = click.option(
     **_PLATFORM,
 )
 
-place_options = bundled("place", Place, mesh_option(), dcn_option, run_option)
+place_options = bundled("place", Place, mesh_option(of_functions=False), dcn_option, run_option)
 
 cost_options = bundled(
     "costing",

@@ -14,7 +14,7 @@ from nnx_pipeline.lab._cli.options import bundled, config_options
 from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.values import Chosen
 from nnx_pipeline.lab.errors import InputError, nearest, note
-from nnx_pipeline.lab.mesh import MeshConfig
+from nnx_pipeline.lab.mesh import Axes, MeshConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,11 +29,13 @@ class GivenArguments:
     inputs: str | None
     arguments: tuple[str, ...]
 
-    def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
+    def on(
+        self, config: MeshConfig | Axes, platform: Platform
+    ) -> tuple[Mesh | None, tuple[Any, ...]]:
         """The mesh over the devices of a platform, and the arguments, sharded as they say."""
         import jax
 
-        from nnx_pipeline.lab.compile._functions import arguments_of
+        from nnx_pipeline.lab.compile._arguments import arguments_of
         from nnx_pipeline.lab.compile._places import mesh_on
 
         on_cpu = self.inputs is not None and not platform.is_real
@@ -50,14 +52,16 @@ inputs_options = bundled(
     click.option(
         "--inputs",
         metavar="MODULE:FUNCTION",
-        help="A function that returns the tuple of abstract arguments, instead of --arg.",
+        help="A function that returns the tuple of abstract arguments, a dict of those that are "
+        "given by name, or both, instead of --arg.",
     ),
     click.option(
         "--arg",
         "arguments",
         multiple=True,
-        metavar="DTYPE[SHAPE]",
-        help="An argument of the function, such as bfloat16[8@data,128]; may be repeated.",
+        metavar="[NAME=]VALUE",
+        help="An argument of the function, in order or by name: an array such as bf16[8@data,128] "
+        "or x=f32[8,128], or a value of Python such as n=4; may be repeated.",
     ),
 )
 
@@ -70,14 +74,15 @@ class Subject:
     assignments: tuple[str, ...]
     inputs: GivenArguments
     config: Any
+    mesh: MeshConfig | Axes  # Axes for a function
 
     def words(self) -> list[str]:
         return [self.name, *(word for text in self.assignments for word in ("--set", text))]
 
-    def title(self, mesh: MeshConfig) -> str:
-        if self.config is None:
-            return f"{self.name} on {mesh}"
-        return presets().title(self.name, self.config, mesh)
+    def title(self) -> str:
+        if isinstance(self.mesh, MeshConfig):
+            return presets().title(self.name, self.config, self.mesh)
+        return f"{self.name} on {self.mesh}"
 
 
 def is_function(name: str) -> bool:
@@ -85,9 +90,10 @@ def is_function(name: str) -> bool:
 
 
 def subject_of(
-    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: MeshConfig
+    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: str, dcn: str = ""
 ) -> Subject:
-    """What to measure, by `name` or by `--model`; raises InputError for options without use."""
+    """What to measure, by `name` or by `--model`, with the mesh of `--mesh` and `--dcn`; raises
+    InputError for options without use."""
     if (name is None) == (chosen.model is None):
         count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
         raise InputError(f"give one thing to measure: {WHAT}; {count} given")
@@ -97,7 +103,7 @@ def subject_of(
             raise InputError(
                 f"--set {chosen.assignments[0]} needs a preset: a function has no config"
             )
-        return Subject(name, (), inputs, None)
+        return Subject(name, (), inputs, None, Axes.parse(mesh, dcn=dcn))
     if inputs.inputs or inputs.arguments:
         raise InputError(f"--inputs and --arg are for a function; leave them out with {named}")
     offered = presets()
@@ -105,8 +111,9 @@ def subject_of(
     if named not in known:
         raise InputError(f"{named!r} is not {WHAT}; of the presets {nearest(named, known)}")
     config = offered.config_of(named, chosen.assignments)
-    offered.check(config, mesh)
-    return Subject(named, chosen.assignments, inputs, config)
+    mesh_config = MeshConfig.parse(mesh, dcn=dcn)
+    offered.check(config, mesh_config)
+    return Subject(named, chosen.assignments, inputs, config, mesh_config)
 
 
 def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:

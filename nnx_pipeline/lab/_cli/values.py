@@ -13,7 +13,7 @@ from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab.compile._settings import TRITON_GEMM, gemm_of, parse_settings
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform, default_platform
 from nnx_pipeline.lab.errors import InputError, nearest
-from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
+from nnx_pipeline.lab.mesh import Axes, MeshConfig, make_mesh
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -59,7 +59,7 @@ class Target:
         """
         if self.platform:
             return self
-        mesh = self.mesh_config
+        mesh = self.axes
         slices = mesh.dcn.num_devices if mesh.dcn else 1
         platform, why = default_platform(mesh.num_devices, on_mesh=on_mesh, slices=slices)
         say(f"no --platform is named: compiling for {platform}, {why}")
@@ -72,7 +72,13 @@ class Target:
         return ["--mesh", self.mesh, *dcn, "--platform", self.platform, *gemm, *settings]
 
     @property
+    def axes(self) -> Axes:
+        """The mesh of a function, whose axes may have any names."""
+        return Axes.parse(self.mesh, dcn=self.dcn)
+
+    @property
     def mesh_config(self) -> MeshConfig:
+        """The mesh of a preset."""
         return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
     def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:

@@ -89,6 +89,12 @@ class Screen(Console):
                 yield segment._replace(text=printable(segment.text, keep="\n"))
 
 
+def as_text(view: RenderableType) -> str:
+    """What `show` prints where the output is no terminal."""
+    screen = Screen(width=None if os.environ.get("COLUMNS") else WIDTH_OF_FILES)
+    return "".join(segment.text for segment in screen.render(view)).rstrip("\n")
+
+
 def show(view: RenderableType, *, json_path: str | None) -> None:
     if json_path != "-":
         # A terminal has its own width, and COLUMNS sets that of a file or a pipe.

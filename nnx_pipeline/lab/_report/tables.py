@@ -11,13 +11,21 @@ from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import small_table, texts
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab._report.program_tables import difference_view, floor_view, time_table
+from nnx_pipeline.lab._report.program_tables import (
+    difference_view,
+    floor_view,
+    memory_view,
+    time_table,
+    times_view,
+)
 from nnx_pipeline.lab._report.view import figures, remarks
 from nnx_pipeline.lab._report.view.figures import DASH, TRITON, megabytes
 from nnx_pipeline.lab._report.view.sentences import closing_sentences
 from nnx_pipeline.lab._report.view.words import PAGE
+from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.errors import InputError
 
 LEFT_OUT = ("peak MB", "heap MB")  # on a narrow screen, the first one first
 _LABEL = 14  # letters of a label that a figure may take no room from
@@ -70,6 +78,32 @@ def account_view(measurement: Measurement) -> RenderableType:
         *remarks.fit_remarks(measurement),
     ]
     return Group(_account_table(measurement), *texts(closing))
+
+
+def memory_report(title: str, measurement: Measurement, *, top: int) -> RenderableType:
+    """All that `nnx-pipeline memory` shows of one program; raises InputError where its compiler
+    gave no buffer assignment."""
+    attribution = buffers_of(measurement)
+    by = f", matrix products by {figures.products_by(measurement)}" if measurement.gemm else ""
+    named = f"{title}, {figures.compiler(measurement)}{by}"
+    parts = [memory_view(named, attribution, top=top), account_view(measurement)]
+    if measurement.time or measurement.unread:
+        parts.append(times_view(measurement, top=top))
+    return Group(*parts)
+
+
+def buffers_of(measurement: Measurement) -> Attribution:
+    """What the heap holds; raises InputError where the compiler gave no buffer assignment."""
+    if measurement.attribution is not None:
+        return measurement.attribution
+    unread = remarks.unread_lines([measurement])
+    about = [line for line in unread if remarks.FIGURES["buffers"] in line]
+    raise InputError(
+        about[0]
+        if about
+        else f"{measurement.platform} gave no buffer assignment; a program from JAX's persistent "
+        "compilation cache has none: unset jax_compilation_cache_dir"
+    )
 
 
 def _account_table(measurement: Measurement) -> Table:

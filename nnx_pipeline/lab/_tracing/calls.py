@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from nnx_pipeline.lab._tracing import nnx_state
 from nnx_pipeline.lab._tracing.jaxpr import raised_in_pmap, with_bodies
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import InputError, nearest
 
 # Its value is part of the keys of JAX's caches, also for jitted functions inside others.
 _TURN = jax.make_user_context(None)
@@ -36,6 +36,24 @@ def this_turn() -> object:
     return _TURN.value
 
 
+class Keywords(dict[str, object]):
+    """What a function is given by name, as the last of its arguments. `instead` are the arguments
+    to take where the function does not take these names, which then are a guess."""
+
+    def __init__(self, named: Mapping[str, object], instead: tuple[object, ...] | None = None):
+        super().__init__(named)
+        self.instead = instead
+
+
+def _flat(named: Keywords) -> tuple[list[tuple[Any, Any]], Any]:
+    return [(jax.tree_util.DictKey(name), one) for name, one in named.items()], tuple(named)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Keywords, _flat, lambda names, values: Keywords(dict(zip(names, values, strict=True)))
+)
+
+
 @dataclass(frozen=True)
 class Call:
     """A function with everything that it is called with. A jitted function is taken out of the
@@ -45,12 +63,15 @@ class Call:
     function: Callable[..., object]
     arguments: tuple[object, ...]  # bound ones first
     keywords: dict[str, object] = field(default_factory=dict)
-    static: frozenset[int] = frozenset()  # the `id` of leaves that a jit may take as static
     bound: int = 0  # how many arguments were bound to the function
+    settings: dict[str, object] = field(default_factory=dict)  # what is given by name, but arrays
 
     @classmethod
     def of(cls, function: Callable[..., object], arguments: tuple[object, ...]) -> "Call":
-        """The call of a function. Raises InputError for a function that `nnx.jit_partial` made."""
+        """The call of a function, of whose arguments the last may be `Keywords`. Raises InputError
+        for names that it does not have, and for a function that `nnx.jit_partial` made."""
+        arguments, named = _named(function, arguments)
+        settings = nnx_state.settings_of(functools.partial(function, **named))
         inner: Any = function
         bound: tuple[object, ...] = ()
         keywords: dict[str, object] = {}
@@ -66,12 +87,12 @@ class Call:
                 "this process; wrap the function in nnx.jit instead, and pass all of its arguments"
             )
         if not _lowers(inner):
-            inner, bound = function, ()
+            constants = {name: one for name, one in named.items() if not _has_arrays(one)}
+            inner, bound = functools.partial(function, **constants) if constants else function, ()
+            named = {name: one for name, one in named.items() if name not in constants}
             keywords = {name: one for name, one in keywords.items() if _is_abstract(one)}
-        given, named = _by_name(inner, (*bound, *arguments), keywords)
-        leaves = jax.tree.leaves((given, named)) if _lowers(inner) else []
-        static = frozenset(id(leaf) for leaf in leaves if not hasattr(leaf, "shape"))
-        return cls(inner, given, named, static, len(bound) + len(keywords))
+        given, all_named = _by_name(inner, (*bound, *arguments), {**keywords, **named})
+        return cls(inner, given, all_named, len(bound) + len(keywords), settings)
 
     @property
     def given(self) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -140,7 +161,7 @@ def jit_of(function: Callable[..., object]) -> str:
 
 def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Input]]:
     """The jaxpr of a call and its inputs in order. Raises InputError as `trace` does."""
-    used = nnx_state.Threaded(call.function, static=_lowers(call.function))
+    used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))
     treedef: object
     given, treedef = jax.tree_util.tree_flatten_with_path(used.take(call.given))
 
@@ -195,12 +216,16 @@ def _trace_jitted(call: Call) -> Traced:
 
 def _trace_plain(call: Call) -> Traced:
     # A function that another library jitted goes here too.
-    used = nnx_state.Threaded(call.function, static=_lowers(call.function))
+    used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))
     arguments, keywords = used.take(call.given)
-    numbers: tuple[int, ...] = ()
+    donated: list[int | str] = []
     if lowers := _lowers(call.function):
-        numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
-    program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
+        once = jax.make_jaxpr(used)(*arguments, **keywords)
+        donated, notes = _donated_arguments(once, arguments, keywords)
+    numbers = [one for one in donated if isinstance(one, int)]
+    names = [one for one in donated if isinstance(one, str)]
+    jitted = jax.jit(used, donate_argnums=numbers, donate_argnames=names)
+    program = jitted.trace(*arguments, **keywords)
     used.refuse_lost(program.jaxpr)
     notes = notes if lowers else _ignored_donations(program.jaxpr)
     return Traced(program, used.results, used.changed, notes)
@@ -213,7 +238,7 @@ def _changes_of(call: Call) -> dict[str, str]:
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not nnx_state.arrays_of_state(call.given):
         return {}
-    used = nnx_state.Threaded(inner, static=True)
+    used = nnx_state.Threaded(inner, numbers=False)
     arguments, keywords = used.take(call.given)
     program = jax.make_jaxpr(used)(*arguments, **keywords)
     used.refuse_lost(program)
@@ -243,20 +268,23 @@ def _changes_are_of_arguments(function: Callable[..., object]) -> Iterator[None]
 
 
 def _donated_arguments(
-    program: ClosedJaxpr, arguments: tuple[object, ...]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments a function of another library's jit donates whole, and notes on others."""
+    program: ClosedJaxpr, arguments: tuple[object, ...], keywords: dict[str, object]
+) -> tuple[list[int | str], tuple[str, ...]]:
+    """Which arguments, by number or name, a function of another library's jit donates whole, and
+    notes on others."""
     given_up = _given_up(program)
-    inputs, numbers = list(program.jaxpr.invars), []
-    honoured: set[int] = set()
-    for number, argument in enumerate(arguments):
+    inputs, honoured = list(program.jaxpr.invars), set[int]()
+    donated: list[int | str] = []
+    named = sorted(keywords.items(), key=lambda item: item[0])  # the order in which JAX has them
+    places: list[tuple[int | str, object]] = [*enumerate(arguments), *named]
+    for place, argument in places:
         count = len(jax.tree.leaves(argument))
         # `jax.jit` donates whole arguments, so that all arrays of one must be given up.
         own, inputs = inputs[:count], inputs[count:]
         if own and all(id(variable) in given_up for variable in own):
-            numbers.append(number)
+            donated.append(place)
             honoured.update(map(id, own))
-    return tuple(numbers), _ignored_donations(program, honoured)
+    return donated, _ignored_donations(program, honoured)
 
 
 def _given_up(program: ClosedJaxpr) -> set[int]:
@@ -308,6 +336,43 @@ def _by_name(
     return arguments[:places] + arguments[places + len(names) :], {**keywords, **named}
 
 
+def _named(
+    function: Callable[..., object], arguments: tuple[object, ...]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments in order, and those by name; raises InputError for an unknown name."""
+    last = arguments[-1] if arguments else None
+    if not isinstance(last, Keywords):
+        return arguments, {}
+    given, named = arguments[:-1], {**last}
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return given, named  # it has no signature that Python knows
+    parameters = signature.parameters.values()
+    known = [
+        one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    if last.instead is not None and not _takes(signature, given, named):
+        other = _by_name(function, last.instead, {})
+        if _takes(signature, *other):
+            return other
+    strangers = [name for name in named if name not in known]
+    if strangers and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        cure = nearest(strangers[0], known) if known else "give its arguments in order"
+        raise InputError(f"{nnx_state.name_of(function)} has no parameter {strangers[0]!r}; {cure}")
+    return given, named
+
+
+def _takes(
+    signature: inspect.Signature, arguments: tuple[object, ...], keywords: dict[str, object]
+) -> bool:
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
 def _is_partial(function: object) -> bool:
     # Partials of Python, JAX and Equinox have the same fields.
     return all(hasattr(function, name) for name in ("func", "args", "keywords"))
@@ -315,6 +380,10 @@ def _is_partial(function: object) -> bool:
 
 def _is_abstract(tree: object) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _has_arrays(tree: object) -> bool:
+    return any(map(nnx_state.is_array, jax.tree.leaves(tree)))
 
 
 def _is_nnx_jit(function: object) -> bool:

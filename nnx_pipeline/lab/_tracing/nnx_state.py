@@ -102,14 +102,27 @@ class _Static:
     value: object
 
 
+def without_static(tree: Tree, *, numbers: bool) -> Tree:
+    """The tree with what is no array, and no number where `numbers` are to be traced, out of sight
+    of JAX. In modules of Equinox numbers are settings, which `equinox.filter_jit` does not trace
+    either."""
+
+    def changed(node: Any) -> Any:
+        keep = is_traced if numbers and not _is_equinox(node) else is_array
+        return jax.tree.map(lambda leaf: leaf if keep(leaf) else _Static(leaf), node)
+
+    found: Tree = jax.tree.map(changed, tree, is_leaf=_is_equinox)
+    return found
+
+
 class Threaded:
     """A function that returns its result and the NNX state that it changes in place. Call it with
-    what `take` returns. With `static`, what is no array is not traced."""
+    what `take` returns. What `without_static` takes away is not traced."""
 
-    def __init__(self, function: Callable[..., object], *, static: bool) -> None:
+    def __init__(self, function: Callable[..., object], *, numbers: bool) -> None:
         self.__name__ = type(function).__name__
         functools.update_wrapper(self, function, updated=())
-        self.function, self._static = function, static
+        self.function, self._numbers = function, numbers
         self.results: dict[str, str] = {}
         self.changed: dict[str, str] = {}
         self.lost: dict[str, str] = {}
@@ -119,17 +132,15 @@ class Threaded:
         """The arguments and keywords to call this with, which have each variable only once."""
         once, self._restored = without_repeats(given)
         self._counters = set(_leaves_in(given, "RngState"))
-        if self._static:
-            once = jax.tree.map(lambda x: x if hasattr(x, "shape") else _Static(x), once)
-        return once
+        return without_static(once, numbers=self._numbers)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        given = self._restored((arguments, keywords))
-        if self._static:
-            given = jax.tree.map(_shown, given, is_leaf=lambda x: isinstance(x, _Static))
+        given = self._restored(_with_static((arguments, keywords)))
         before = arrays_of_state(given)
         with _changed_copies(given) as copies:
             result, _ = without_repeats(self.function(*given[0], **given[1]))
+        # A module that is returned may have functions and texts, as it has where it is given.
+        result = jax.tree.map(lambda leaf: leaf if is_traced(leaf) else None, result)
         seen = {id(leaf) for leaf in jax.tree.leaves(result)}
         changed = {}
         for path, leaf in arrays_of_state(given).items():
@@ -187,8 +198,27 @@ class Threaded:
             )
 
 
-def _shown(leaf: object) -> object:
-    return leaf.value if isinstance(leaf, _Static) else leaf
+def _is_equinox(node: object) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(node, equinox.Module)
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf has shape and dtype, which classes such as `numpy.float32` seem to have."""
+    return isinstance(getattr(leaf, "shape", None), tuple) and hasattr(leaf, "dtype")
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether `jax.jit` takes a leaf: an array or a number."""
+    return is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _with_static(tree: Tree) -> Tree:
+    def shown(leaf: object) -> object:
+        return leaf.value if isinstance(leaf, _Static) else leaf
+
+    found: Tree = jax.tree.map(shown, tree, is_leaf=lambda leaf: isinstance(leaf, _Static))
+    return found
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:

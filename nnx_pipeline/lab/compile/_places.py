@@ -10,26 +10,28 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.lab.errors import InputError, divides, nearest
-from nnx_pipeline.lab.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
+from nnx_pipeline.lab.mesh import Axes, MeshConfig, is_trivial, make_mesh, spec_axes
 
-AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
+AnyMesh = Mesh | AbstractMesh | MeshConfig | Axes | str | None
 
 
 def mesh_on(mesh: AnyMesh, devices: Sequence[jax.Device]) -> Mesh | None:
-    """A JAX mesh with the axes of `mesh` over the devices, in auto mode where that is a text or a
-    `MeshConfig`. Raises InputError for what is no mesh, and when there are not enough devices."""
+    """A JAX mesh with the axes of `mesh` over the devices, in auto mode where that is a
+    `MeshConfig`, or a text that does not say `explicit:`. Raises InputError for what is no mesh,
+    and when there are not enough devices."""
     if isinstance(mesh, str):
-        mesh = MeshConfig.parse(mesh)
-    if isinstance(mesh, MeshConfig):
+        mesh = Axes.parse(mesh)
+    if isinstance(mesh, MeshConfig | Axes):
         # A program for one device may be compiled for a topology of many, of which `make_mesh`
         # would refuse to leave some out.
-        return make_mesh(mesh, devices[:1] if mesh.num_devices == 1 else devices, sharding="auto")
+        alone = devices[:1] if mesh.num_devices == 1 else devices
+        return make_mesh(mesh, alone, sharding=getattr(mesh, "sharding", "auto"))
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise InputError(
             f"mesh={mesh!r} is no mesh; give a mesh of JAX, a MeshConfig, or a text such as "
-            "'data=2,fsdp=4'"
+            "'dp=2,tp=4'"
         )
     sizes, needed = tuple(mesh.shape.values()), mesh.size
     if len(devices) < needed:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, jit_of, traced_afresh
 from nnx_pipeline.lab._tracing.jaxpr import place_of
 from nnx_pipeline.lab._tracing.nnx_state import is_nnx
-from nnx_pipeline.lab.compile._functions import called_with, check_array, check_sizes
+from nnx_pipeline.lab.compile._functions import called_with, check_sizes
 from nnx_pipeline.lab.compile._places import check_places
 from nnx_pipeline.lab.lint import _rules_activations as activations
 from nnx_pipeline.lab.lint import _rules_arrays as arrays
@@ -81,9 +81,6 @@ def lint(
     if mesh is not None:
         check_places(arguments, mesh)
     call = Call.of(function, arguments)
-    for leaf in jax.tree.leaves(call.given):
-        if id(leaf) not in call.static and not isinstance(leaf, bool | int | float | complex):
-            check_array(leaf)
     chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
     with _under(mesh), traced_afresh(), called_with(call):
