@@ -19,7 +19,7 @@ SIZE, TURNS, STAGES, ROWS = 1024, 4, 2, 512
 class Example(NamedTuple):
     """Two functions for the same arguments, and the finding that there should be in one of them.
 
-    where: the function with the marked line.
+    where: the function with the marked line; instead: other arguments for the good twin.
     """
 
     rule: str
@@ -29,6 +29,7 @@ class Example(NamedTuple):
     arguments: tuple[Any, ...]
     bytes: int
     mesh: str = ""
+    instead: tuple[Any, ...] | None = None
 
 
 def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -342,16 +343,16 @@ def examples() -> dict[str, Example]:
         "scan": Example(
             per_microbatch,
             "one_by_one",
-            one_by_one,
-            added_up,
+            jax.jit(one_by_one, donate_argnums=0),
+            jax.jit(added_up, donate_argnums=0),
             (WEIGHT, microbatches),
             TURNS * square,
         ),
         "vmap": Example(
             per_microbatch,
             "squares_by_vmap",
-            side_by_side,
-            added_up,
+            jax.jit(side_by_side, donate_argnums=0),
+            jax.jit(added_up, donate_argnums=0),
             (WEIGHT, microbatches),
             TURNS * square,
         ),

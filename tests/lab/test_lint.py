@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lint_examples
+import lint_steps
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -15,6 +16,7 @@ from helpers import Run, mesh_of, optax_promotion, replace
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lint_examples import SIZE, X, array, examples, half
+from lint_steps import steps
 
 from nnx_pipeline import InputError, preset
 from nnx_pipeline.config._remat import POLICIES
@@ -22,9 +24,10 @@ from nnx_pipeline.lab._tracing.jaxpr import NOWHERE
 from nnx_pipeline.lab.lint import Finding, Limits, lint
 from nnx_pipeline.lab.lint._rules_remat import saved_names
 from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope
+from nnx_pipeline.lab.lint.check import RULES
 from nnx_pipeline.train import lint_step
 
-EXAMPLES = examples()
+EXAMPLES = {**examples(), **steps()}
 each_example = pytest.mark.parametrize("name", EXAMPLES)
 
 
@@ -32,11 +35,19 @@ def lint_example(name: str, kind: str, **options: Any) -> list[Finding]:
     example = EXAMPLES[name]
     mesh = mesh_of(example.mesh, "auto") if example.mesh else None
     with jax.numpy_dtype_promotion("standard"):  # strict promotion refuses what the rule finds
-        return lint(getattr(example, kind), *example.arguments, mesh=mesh, **options)
+        arguments = example.arguments
+        if kind == "good" and example.instead is not None:
+            arguments = example.instead
+        return lint(getattr(example, kind), *arguments, mesh=mesh, **options)
 
 
 def line_of(finding: Finding) -> str:
     return linecache.getline(finding.location.file, finding.location.line).rstrip()
+
+
+def donated(step: Any) -> Any:
+    """The step of a test about something else: its first argument is donated."""
+    return jax.jit(step, donate_argnums=0)
 
 
 @each_example
@@ -44,7 +55,7 @@ def test_a_bad_example_gives_one_finding_with_its_line(name: str) -> None:
     (finding,) = lint_example(name, "bad")
     example = EXAMPLES[name]
     assert finding.rule == example.rule
-    assert finding.location.file == lint_examples.__file__
+    assert finding.location.file in (lint_examples.__file__, lint_steps.__file__)
     assert finding.location.function == example.where
     assert line_of(finding).endswith("# here")
     assert finding.bytes == example.bytes
@@ -59,9 +70,10 @@ def test_its_good_twin_gives_none(name: str) -> None:
 
 @each_example
 def test_nothing_is_found_below_the_limit(name: str) -> None:
-    size = EXAMPLES[name].bytes
+    size = EXAMPLES[name].bytes / RULES[EXAMPLES[name].rule].times
     assert lint_example(name, "bad", limits=Limits(large=size, one_hot=size))
-    assert lint_example(name, "bad", limits=Limits(large=size + 1, one_hot=size + 1)) == []
+    found = lint_example(name, "bad", limits=Limits(large=size + 1, one_hot=size + 1))
+    assert EXAMPLES[name].rule not in {finding.rule for finding in found}
 
 
 def test_every_rule_has_an_example() -> None:
@@ -161,7 +173,7 @@ def linen_step(block: Any, remat: bool, layers: int = 0) -> tuple[Any, Any]:
 
         return jax.tree.map(lambda w, g: w + -1e-3 * g, params, jax.grad(loss)(params))
 
-    return step, jax.eval_shape(model.init, jax.random.key(0), x)
+    return jax.jit(step, donate_argnums=0), jax.eval_shape(model.init, jax.random.key(0), x)
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
@@ -267,9 +279,9 @@ def test_gradients_side_by_side_are_found_of_every_shape(shape: Any, part: Any) 
 
         return w - jax.lax.scan(add, jnp.zeros_like(w), xs)[0]
 
-    (found,) = lint(by_vmap, array(*shape), array(4, 64, 512))
+    (found,) = lint(donated(by_vmap), array(*shape), array(4, 64, 512))
     assert (found.rule, found.bytes) == ("gradient-per-microbatch", 4 * 4 * 512 * SIZE)
-    assert lint(by_scan, array(*shape), array(4, 64, 512)) == []
+    assert lint(donated(by_scan), array(*shape), array(4, 64, 512)) == []
 
 
 def test_a_cotangent_that_is_added_up_is_no_gradient_of_a_parameter() -> None:
@@ -282,7 +294,8 @@ def test_a_cotangent_that_is_added_up_is_no_gradient_of_a_parameter() -> None:
         return jnp.mean(jnp.einsum("hst,tk->shk", scores, keys) ** 2)
 
     weights = {"query": array(SIZE, 4, 128), "key": array(SIZE, 128)}
-    assert lint(jax.grad(loss), weights, array(SIZE, SIZE), limits=Limits(large=1e3)) == []
+    found = lint(jax.grad(loss), weights, array(SIZE, SIZE), limits=Limits(large=1e3))
+    assert {finding.rule for finding in found} == {"scores-stored"}
 
 
 @pytest.mark.parametrize("scaled_first", [False, True])
@@ -325,7 +338,7 @@ def test_what_returns_nothing_is_walked_past() -> None:
         return w - jnp.sum(gradients, axis=0).astype(w.dtype)
 
     with jax.numpy_dtype_promotion("standard"):
-        found = lint(by_vmap, half(512, SIZE), half(4, 64, 512), limits=Limits(large=1e3))
+        found = lint(donated(by_vmap), half(512, SIZE), half(4, 64, 512), limits=Limits(large=1e3))
     assert {one.rule for one in found} == {"hidden-upcast", "gradient-per-microbatch"}
 
 
@@ -399,6 +412,83 @@ def test_bytes_in_auto_mode_say_whose_they_are(spread: bool) -> None:
         (finding,) = lint(lint_examples.scaled, array(SIZE), x, mesh=mesh, limits=Limits(large=1e5))
     parts = 8 if spread else 1
     assert (finding.bytes, finding.per_device) == (512 * SIZE * 4 // parts, spread)
+
+
+def test_in_explicit_mode_a_reshard_is_a_gather() -> None:
+    mesh = mesh_of("fsdp=8", "explicit")
+    sharding = NamedSharding(mesh, P("fsdp"))
+    w = jax.ShapeDtypeStruct((SIZE, SIZE), "float32", sharding=sharding)
+    whole = functools.partial(jax.sharding.reshard, out_shardings=P())
+
+    def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+        first = jnp.tanh(x @ whole(w))
+        return first @ whole(w.astype(jnp.bfloat16)).astype(x.dtype)  # here
+
+    def once(w: jax.Array, x: jax.Array) -> jax.Array:
+        gathered = whole(w)
+        return jnp.tanh(x @ gathered) @ gathered
+
+    (found,) = lint(twice, w, w, mesh=mesh)
+    assert (found.rule, found.bytes, found.per_device) == ("gathered-twice", 2 * SIZE**2, True)
+    assert line_of(found).endswith("# here")
+    assert lint(once, w, w, mesh=mesh) == []
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp")])
+def test_a_donation_is_lost_by_the_sharding_that_the_jit_declares(spec: P) -> None:
+    mesh = mesh_of("fsdp=8", "auto")
+    sharding = NamedSharding(mesh, P("fsdp"))
+    w = jax.ShapeDtypeStruct((4 * SIZE, SIZE), "float32", sharding=sharding)
+
+    def decayed(w: jax.Array) -> jax.Array:
+        return w * 0.9
+
+    declared = jax.jit(decayed, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
+    found = [(one.rule, one.bytes) for one in lint(declared, w, mesh=mesh)]
+    assert found == ([] if spec else [("donation-lost", 2 * SIZE**2)])
+
+
+def test_a_cure_names_the_arguments_and_the_jit() -> None:
+    """What is to be typed: by number or name, as the function's own jit takes it."""
+
+    def update(w: jax.Array, rate: jax.Array, *, cache: jax.Array) -> Any:
+        return w, cache.at[0].set(rate)
+
+    arguments = array(SIZE, SIZE), array(), array(SIZE, SIZE)
+    (plain,) = lint(update, *arguments)
+    assert plain.cure.startswith(
+        "jit it with donation: jax.jit(update, donate_argnames=('cache',))"
+    )
+    (jitted,) = lint(jax.jit(update), *arguments)
+    assert "write jax.jit(…, donate_argnames=('cache',))" in jitted.cure
+    model, optimizer = nnx.eval_shape(lint_steps.nnx_state)
+    (found,) = lint(nnx.jit(lint_steps.nnx_update), model, optimizer, array(8, SIZE))
+    assert "nnx.jit(…, donate_argnums=(0, 1) or" in found.cure
+    assert "donate_argnames=('model', 'optimizer'))" in found.cure
+
+
+def test_no_false_alarm_on_a_residual_layer() -> None:
+    """Its result is its argument and something more, but no new state."""
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ w)
+
+    given = array(SIZE, SIZE), array(SIZE, SIZE)
+    assert lint(layer, *given) == lint(jax.grad(lambda *a: layer(*a).sum(), (0, 1)), *given) == []
+
+
+def test_logits_and_routers_in_float32_are_meant() -> None:
+    """A layer that is told float32, in a model in half, for what a softmax is taken of."""
+    head = linen.Dense(SIZE, dtype=jnp.float32, use_bias=False)
+    params = {"params": {"kernel": array(SIZE, SIZE)}}
+
+    def loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(head.apply(params, x))
+        return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=-1))
+
+    with jax.numpy_dtype_promotion("standard"):
+        labels = array(512, dtype=jnp.int32)
+        assert lint(jax.grad(loss), params, half(512, SIZE), labels) == []
 
 
 def test_each_call_of_what_jax_jits_has_its_own_line() -> None:

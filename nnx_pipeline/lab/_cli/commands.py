@@ -340,8 +340,36 @@ def lint_command(
 
     \b
     Rules:
+      not-donated
+        an argument comes back updated, and is not donated
+      donation-lost
+        it is donated, and the result has another dtype or
+        sharding
+      cache-rebuilt
+        a cache is copied into a new array in each step
+      residuals-stacked
+        a scan stores much for its backward pass, and has
+        no jax.checkpoint
+      scores-stored
+        attention scores of all queries with all keys
+      logits-stored
+        float32 logits of all tokens and the vocabulary
+      dispatch-stored
+        one-hot arrays of tokens, experts and capacity
+      layers-gathered
+        all layers of a stack are gathered at once
+      gathered-twice
+        the same array is gathered twice
+      replicated-parameter
+        a parameter is whole on each device, where others
+        are split
+      captured-constant
+        an array is part of the program, not an argument
       parameter-in-loop
         a parameter is carried or stacked by a loop
+      gradient-per-microbatch
+        gradients of all microbatches are stored before
+        they are added up
       remat-policy
         a policy of jax.checkpoint saves everything, or
         nothing by mistake
@@ -350,16 +378,14 @@ def lint_command(
         operand
       one-hot
         a one-hot array above --one-hot
-      gradient-per-microbatch
-        gradients of all microbatches are stored before
-        they are added up
       trivial-constraint
         a sharding constraint that shards no axis
 
-    Sizes are per device where the sharding is known without a compiler, else for all devices
-    together. The parameters of your own function are the nnx.Params of its first argument, or, if
-    that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings, and
-    2 when the function cannot be traced.
+    What models do on purpose in small, residuals, scores, logits and dispatch, is reported from 32
+    times --large, and a captured constant from 4 times. Sizes are per device where the sharding is
+    known without a compiler, else for all devices together. The parameters of your own function are
+    the nnx.Params of its first argument, or, if that has no NNX variables, all of its
+    floating-point arrays. Exit 1 when there are findings, and 2 when the function cannot be traced.
     """
     sizes = limits.limits()
     subject = subject_of(name, chosen, inputs, mesh)

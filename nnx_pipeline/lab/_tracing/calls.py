@@ -3,11 +3,12 @@
 import contextlib
 import functools
 import inspect
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -130,25 +131,74 @@ def trace(call: Call) -> Traced:
         return _trace_jitted(call) if hasattr(call.function, "trace") else _trace_plain(call)
 
 
-def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
-    """The jaxpr of a call and its inputs in order; the options of the function's jit have no
-    effect. Raises InputError as `trace` does."""
-    jitted = hasattr(call.function, "trace")
-    own = vars(call.function)["__wrapped__"] if jitted else call.function
-    used = nnx_state.Threaded(own, numbers=not _lowers(call.function))
+class Input(NamedTuple):
+    """One array that a program takes: a leaf of the arguments of a call.
+
+    - `argument`: which argument it is or is part of: its place, or its name if given by name.
+    - `name`: how its path is written in the function, such as `params['w']`.
+    - `donated`: whether the function's jit donates it.
+    """
+
+    leaf: object
+    argument: int | str
+    name: str
+    donated: bool
+
+    @property
+    def parameter(self) -> str:
+        """The name of the function's parameter, such as `params`."""
+        return re.split(r"[.\[]", self.name)[0]
+
+
+def jit_of(function: Callable[..., object]) -> str:
+    """What jitted a function: `jax.jit`, `nnx.jit`, the name of another library, or "" for none."""
+    if _is_nnx_jit(function):
+        return "nnx.jit"
+    if hasattr(function, "trace"):
+        return "jax.jit"
+    return type(function).__module__.partition(".")[0] if _lowers(function) else ""
+
+
+def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Input]]:
+    """The jaxpr of a call and its inputs in order. Raises InputError as `trace` does."""
+    used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))
     treedef: object
-    leaves, treedef = jax.tree.flatten(used.take(call.given))
+    given, treedef = jax.tree_util.tree_flatten_with_path(used.take(call.given))
 
     def flat(*arrays: object) -> object:
         arguments, keywords = treedef.unflatten(arrays)
         return used(*arguments, **keywords)
 
     with _changes_are_of_arguments(call.function):
-        program = jax.make_jaxpr(flat)(*leaves)
+        if hasattr(call.function, "trace"):
+            _changes_of(call)
+        program = jax.make_jaxpr(flat)(*(leaf for _, leaf in given))
     used.refuse_lost(program)
-    if jitted and not _is_nnx_jit(call.function):
-        used.refuse_changes()
-    return program, leaves
+    donated = _given_up(program) if _lowers(call.function) else set()
+    parameters = _parameters(call.function)
+    return program, [
+        Input(leaf, *_place(path, parameters), id(variable) in donated)
+        for (path, leaf), variable in zip(given, program.jaxpr.invars, strict=True)
+    ]
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    try:
+        named = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []  # it has no signature that Python knows
+    return [one.name for one in named if one.kind is not one.VAR_POSITIONAL]
+
+
+def _place(path: tuple[Any, ...], parameters: Sequence[str]) -> tuple[int | str, str]:
+    """Which argument a leaf is part of, and the name of the leaf; the path starts with 0 for
+    arguments by place, and 1 for those by name."""
+    kind, which, *inside = path
+    argument: int | str = which.idx if kind.idx == 0 else which.key
+    named = argument if isinstance(argument, str) else f"argument {argument}"
+    if isinstance(argument, int) and argument < len(parameters):
+        named = parameters[argument]
+    return argument, named + jax.tree_util.keystr(tuple(inside))
 
 
 def _trace_jitted(call: Call) -> Traced:
@@ -222,12 +272,7 @@ def _donated_arguments(
 ) -> tuple[list[int | str], tuple[str, ...]]:
     """Which arguments, by number or name, a function of another library's jit donates whole, and
     notes on others."""
-    given_up = {
-        id(variable)
-        for equation in program.eqns
-        for variable, donated in zip(equation.invars, _donations(equation), strict=False)
-        if donated
-    }
+    given_up = _given_up(program)
     inputs, honoured = list(program.jaxpr.invars), set[int]()
     donated: list[int | str] = []
     named = sorted(keywords.items(), key=lambda item: item[0])  # the order in which JAX has them
@@ -240,6 +285,16 @@ def _donated_arguments(
             donated.append(place)
             honoured.update(map(id, own))
     return donated, _ignored_donations(program, honoured)
+
+
+def _given_up(program: ClosedJaxpr) -> set[int]:
+    """The `id`s of the variables that the outermost functions of a program donate."""
+    return {
+        id(variable)
+        for equation in program.eqns
+        for variable, donated in zip(equation.invars, _donations(equation), strict=False)
+        if donated
+    }
 
 
 def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -18,6 +19,7 @@ from nnx_pipeline.lab._tracing.visits import each_once
 # pass that is the transpose of one of the forward pass.
 RECOMPUTED = "rematted_computation"
 TRANSPOSED = "transpose("
+_FORWARD = "jvp("
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _NUMPY, _PMAP = f"{_JAX[0]}_src/numpy/", f"{_JAX[0]}_src/pmap.py"
@@ -46,6 +48,16 @@ def location_of(equations: Sequence[JaxprEqn]) -> Location:
     home = home_of(stacks)
     own = ([one for one in stack if package_of(one[0]) == home] for stack in stacks)
     return next((_location(frames) for frames in own if frames), NOWHERE)
+
+
+def place_of(function: object) -> Location:
+    """Where a function is defined; of a partial or a jitted one, where what is inside is."""
+    inner: Any = function
+    while outer := getattr(inner, "__wrapped__", None) or getattr(inner, "func", None):
+        inner = outer
+    method = inner if hasattr(inner, "__code__") else getattr(inner, "__call__", None)  # noqa: B004
+    code = getattr(method, "__code__", None)
+    return Location(code.co_filename, code.co_firstlineno, code.co_name) if code else NOWHERE
 
 
 def function_of(equation: JaxprEqn) -> tuple[str, str]:
@@ -134,6 +146,13 @@ def is_transposed(equations: Sequence[JaxprEqn]) -> bool:
         if TRANSPOSED in str(equation.source_info.name_stack):
             return True
     return False
+
+
+def is_differentiated(equations: Sequence[JaxprEqn]) -> bool:
+    """Whether an equation, the first of these from the inside, is part of what is differentiated,
+    or of its backward pass."""
+    stacks = [str(equation.source_info.name_stack) for equation in equations]
+    return any(mark in stack for stack in stacks for mark in (_FORWARD, TRANSPOSED))
 
 
 def is_recomputed(equation: JaxprEqn) -> bool:

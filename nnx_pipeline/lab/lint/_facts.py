@@ -7,13 +7,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline.lab._tracing.jaxpr import Location
+from nnx_pipeline.lab._tracing.calls import Input
+from nnx_pipeline.lab._tracing.jaxpr import NOWHERE, Location, is_transposed
 from nnx_pipeline.lab._tracing.visits import each_once
-from nnx_pipeline.lab.lint._walk import Derivation, JaxprScope, Value, program_scope, step_back
+from nnx_pipeline.lab.lint._walk import (
+    Derivation,
+    JaxprScope,
+    Value,
+    maker_of,
+    program_scope,
+    reader_of,
+    step_back,
+)
 from nnx_pipeline.lab.mesh import spec_axes
 
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
@@ -25,7 +34,7 @@ SAME = {
 FORM = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "rev"}
 PART = {"slice", "dynamic_slice", "split", "all_gather", "all_gather_invariant"}
 FACTORS = {"mul", "div", "neg"}
-SUMS = {"add", "add_any", "sub", "select_n", "concatenate", "dynamic_update_slice", "pad"}
+SUMS = {"add", "add_any", "sub", "select_n", "concatenate", "stack", "dynamic_update_slice", "pad"}
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 _LINKS = ("same", "slice", "stack", "carry")
 _REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
@@ -47,17 +56,39 @@ class Waste(NamedTuple):
 
 @dataclass(eq=False)
 class LintedProgram:
-    """A traced program, with the indices of its parameters and the sharding of each argument."""
+    """A traced program.
+
+    - `parameters`: the indices of its parameters among its inputs.
+    - `function`: where the function is defined.
+    - `jit`: what jitted it, such as `nnx.jit`; empty if nothing did.
+    - `mesh`: the sizes of the axes of its mesh.
+    """
 
     traced: ClosedJaxpr
     parameters: frozenset[int]
-    shardings: Sequence[object]
-    devices: int = 1
+    inputs: Sequence[Input]
+    function: Location = NOWHERE
+    jit: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
     _is_parameter: dict[Value, bool] = field(default_factory=dict)
 
     @cached_property
     def scope(self) -> JaxprScope:
         return program_scope(self.traced)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(is_transposed([equation]) for _, equation in self.scope.equations())
+
+    def input(self, number: int) -> Value:
+        return self.scope.value(self.traced.jaxpr.invars[number])
+
+    def results(self) -> list[Value]:
+        return [self.scope.value(variable) for variable in self.traced.jaxpr.outvars]
 
     def is_parameter(self, value: Value) -> bool:
         """Whether a value is a parameter or part of one, perhaps cast, moved or reshaped."""
@@ -67,7 +98,7 @@ class LintedProgram:
 
     def _comes_from_parameters(self, value: Value) -> bool:
         is_reached = False
-        for step in _history(value, _of_parameter):
+        for step in history(value, _of_parameter):
             if step.way == "argument" and step.number in self.parameters:
                 is_reached = True
             elif step.way not in _LINKS and not _of_parameter(step):
@@ -80,7 +111,7 @@ class LintedProgram:
         The gradient of a weight is made that way: for y = x·w it is the product of x and the
         cotangent of y. A product with a parameter is an activation, or the cotangent of one.
         """
-        for step in _history(value, _of_gradient):
+        for step in history(value, _of_gradient):
             if step.primitive in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
                 return True
             # The gradient of a table: cotangents of rows are added where the rows were read.
@@ -102,10 +133,11 @@ class LintedProgram:
         whole = math.prod(aval.shape) * getattr(dtype, "itemsize", 0)
         if self.devices == 1:
             return ArraySize(whole, True)
-        parts = self._parts(value)
+        parts = self.parts(value)
         return ArraySize(whole // (parts or 1), parts is not None)
 
-    def _parts(self, value: Value) -> int | None:
+    def parts(self, value: Value) -> int | None:
+        """Over how many devices a value is split; None if that is not known."""
         sharding = getattr(value.aval, "sharding", None)
         if sharding is not None and not sharding.mesh.empty:
             kinds = set(sharding.mesh.axis_types)
@@ -118,16 +150,27 @@ class LintedProgram:
         sharding = self.sharding_of(value)
         return None if sharding is None else _split(sharding.spec, sharding.mesh.shape)
 
+    def spec_of(self, value: Value) -> P | None:
+        """The spec of a value, in explicit mode from its type; None if it is not known."""
+        sharding = getattr(value.aval, "sharding", None)
+        if sharding is None or sharding.mesh.empty or AxisType.Auto in sharding.mesh.axis_types:
+            sharding = self.sharding_of(value)
+        return None if sharding is None else _trimmed(sharding.spec)
+
     def sharding_of(self, value: Value) -> NamedSharding | None:
         """The sharding that the program gives a value in auto mode; None if it gives none.
 
         An argument or a constraint has it, and what is computed elementwise has that of its
-        operand.
+        operand. An entry of a stack has that of the stack, if that is whole along its first axis.
         """
         while True:
             step = step_back(value)
+            if declared := _declared(value):
+                return declared
+            if step.way == "slice":
+                return _of_entry(self.sharding_of(step.values[0]))
             if step.way == "argument":
-                return _named(self.shardings[step.number])
+                return _named(getattr(self.inputs[step.number].leaf, "sharding", None))
             if step.primitive == "sharding_constraint":
                 return _named(step.equation.params["sharding"])
             is_same = step.way == "same" and len(step.values) == 1
@@ -137,6 +180,51 @@ class LintedProgram:
             if before.aval.shape != value.aval.shape:
                 return None  # such as inside a shard_map, which has the part of one device
             value = before
+
+
+def _declared(value: Value) -> NamedSharding | None:
+    """What `out_shardings` of a jit says of its result."""
+    if not isinstance(value.variable, Var) or value.variable not in value.scope.made:
+        return None
+    equation, index = value.scope.made[value.variable]
+    declared = equation.params.get("out_shardings")
+    return _named(declared[index]) if isinstance(declared, tuple | list) else None
+
+
+def _of_entry(stack: NamedSharding | None) -> NamedSharding | None:
+    if stack is None or (stack.spec and stack.spec[0] not in (None, ())):
+        return None
+    return NamedSharding(stack.mesh, P(*stack.spec[1:]))
+
+
+def _trimmed(spec: P) -> P:
+    """A spec without what says nothing: trailing axes that are not split."""
+    entries = list(spec)
+    while entries and entries[-1] in (None, ()):
+        entries.pop()
+    return P(*entries)
+
+
+def line_of(value: Value) -> Location | None:
+    """The line that makes a value; None for an input, or where it is not known."""
+    made = maker_of(value)
+    location = made[0].locate(made[1]) if made else NOWHERE
+    return None if location == NOWHERE else location
+
+
+def first_use(value: Value) -> Location | None:
+    """The line that reads a value first; None where it is not known."""
+    reader = reader_of(value)
+    location = reader[0].locate(reader[1]) if reader else NOWHERE
+    return None if location == NOWHERE else location
+
+
+def kind_of(value: Value) -> tuple[object, object]:
+    return getattr(value.aval, "shape", None), getattr(value.aval, "dtype", None)
+
+
+def is_float(value: Value) -> bool:
+    return hasattr(value.aval, "dtype") and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
 
 def _named(sharding: object) -> NamedSharding | None:
@@ -172,9 +260,7 @@ def _split(spec: P, sizes: Mapping[str, int]) -> int | None:
     return math.prod(sizes[name] for name in spec_axes(spec) if name in sizes)
 
 
-def _history(
-    value: Value, through: Callable[[Derivation], Sequence[Value]]
-) -> Iterator[Derivation]:
+def history(value: Value, through: Callable[[Derivation], Sequence[Value]]) -> Iterator[Derivation]:
     """Every step back from a value, also to the operands that `through` gives of an equation."""
     # A carry comes from its own value after an iteration: visited again, this would not end.
     waiting = [value]

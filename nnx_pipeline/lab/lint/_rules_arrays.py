@@ -1,19 +1,27 @@
 """Rules about single arrays: hidden upcasts, one-hot arrays and trivial sharding constraints."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
-from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
+from nnx_pipeline.lab._tracing.installed import package_of
+from nnx_pipeline.lab._tracing.jaxpr import (
+    function_of,
+    is_differentiated,
+    is_promotion,
+    is_recomputed,
+    is_transposed,
+)
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
+# A mask of NumPy is a constant too.
+_OF_NUMPY = 4
 _SHAPING = facts.SAME | facts.FORM
 
 
@@ -24,10 +32,12 @@ def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
     - casts that are written in the source;
     - reductions that JAX computes in float32;
+    - an update of a parameter outside of what is differentiated, which is cast back;
+    - the product with a float32 parameter that a softmax, or a choice of experts, is taken of;
     - an elementwise operation with a float32 array that is as large itself, unless it is made from
       an iota, as a mask is;
     - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
-      norm does with its mean;
+      norm does with its mean; in a function of an installed package, with any operand;
     - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
 
     A matrix product that JAX makes in a backward pass is the transpose of one in the forward pass,
@@ -69,7 +79,9 @@ def _upcasts(
         meant = transposed or not is_promotion(equation)
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
-            if any(_widens(scope, reader, result) for reader in readers):
+            widening = [reader for reader in readers if _widens(scope, reader, result)]
+            meant = any(_is_head(program, scope, one) for one in widening)
+            if widening and not meant and not _is_update(program, operands[0], widening[0]):
                 yield operands[0], program.device_bytes(result)
     elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
         # With two small operands float32 is the dtype that the product was asked to add up in.
@@ -98,28 +110,63 @@ def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
     made_of = [
         made
         for one in floats
-        if "iota" in (made := _made_of(one, array)) or one.aval.size < value.aval.size
+        if (made := _made_of(one, array)) & {"iota", "inside"} or one.aval.size < value.aval.size
     ]
     if not made_of:
         return False
-    statistics = all("array" in made for made in made_of)
-    return not (statistics and _comes_back(scope, reader))
+    # A layer of a package computes in float32 on purpose where it returns to the smaller dtype.
+    is_meant = all("array" in made for made in made_of) or package_of(function_of(reader)[0])
+    return not (is_meant and _comes_back(scope, reader))
+
+
+def _is_head(program: LintedProgram, scope: JaxprScope, product: JaxprEqn) -> bool:
+    """Whether a product with a parameter makes what a softmax or a choice of experts is taken of,
+    which is meant to be in float32."""
+    if product.primitive.name != "dot_general":
+        return False
+    if not any(program.is_parameter(scope.value(operand)) for operand in product.invars):
+        return False
+    waiting = [scope.value(product.outvars[0])]
+    for one in each_once(waiting):
+        for equation in one.scope.readers.get(one.variable, []):
+            if equation.primitive.name in ("exp", "top_k"):
+                return True
+            if equation.primitive.name in _SHAPING | {"add", "sub", "mul", "div"}:
+                waiting += [one.scope.value(result) for result in equation.outvars]
+        waiting += calls_of(one)
+    return False
+
+
+def _is_update(program: LintedProgram, value: Value, reader: JaxprEqn) -> bool:
+    """Whether an optimizer computes in float32, and returns to the dtype of the parameters."""
+    if not program.has_backward or is_differentiated([reader, *value.scope.calls()]):
+        return False
+    is_state = program.is_parameter(value) or program.is_gradient(value)
+    return is_state and _comes_back(value.scope, reader)
 
 
 def _made_of(value: Value, array: Value) -> set[str]:
-    """What a value is computed from: `array`, `iota`, `literal`; empty for anything else."""
+    """What a value is computed from: `array`, `iota`, `inside` where no array of numbers that the
+    function is given has a part in it, `literal`; empty for anything else."""
     waiting, origins = [value], set()
     for operand in each_once(waiting):
         one = facts.made_from(operand, _SHAPING)
         if one == array or not isinstance(one.variable, Var):
             origins.add("array" if one == array else "literal")
             continue
+        if not facts.is_float(one):
+            origins.add("inside")  # a mask, or random bits, which has become numbers
         step = step_back(one)
         if step.way != "made":
-            return set()
+            if facts.is_float(one):
+                return set()
+            continue
         if step.primitive == "iota":
             origins.add("iota")
-        waiting += step.values
+        if facts.is_float(one):
+            waiting += step.values
+    if origins == {"literal"}:
+        origins.add("inside")
     return origins
 
 
@@ -151,28 +198,43 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
     return False
 
 
-def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
-    """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers."""
-    for scope, equation in program.scope.equations():
-        if equation.primitive.name != "convert_element_type":
-            continue
-        value = scope.value(equation.outvars[0])
-        size = program.device_bytes(value)
-        if size.bytes >= limit and _is_one_hot(scope.value(equation.invars[0])):
+def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:
+    """Finds arrays that a function does not take, but holds: they are part of the program.
+
+    One of NumPy, such as a mask, is reported from four times the limit.
+    """
+    seen: set[int] = set()
+    consts = {var: const for closed in _closed(program) for var, const in _constants(closed)}
+    for scope in program.scope.scopes():
+        for variable in scope.jaxpr.constvars:
+            const = consts.get(variable)
+            size = getattr(const, "nbytes", 0)
+            least = limit * (1 if isinstance(const, jax.Array) else _OF_NUMPY)
+            if size < least or id(const) in seen:
+                continue
+            seen.add(id(const))
+            value = scope.value(variable)
             yield Waste(
-                scope.locate(equation),
-                size,
-                f"{facts.array_text(value)} is one-hot",
-                "read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
-                "part of the ids at a time",
+                facts.first_use(value) or program.function,
+                facts.ArraySize(size, True),
+                f"{facts.array_text(value)} is not an argument: the function holds it, and so it "
+                "becomes a constant of the program, beside the array of the caller",
+                "pass it as an argument of the jitted function (a module too), or compute it "
+                "inside with jax.numpy",
             )
 
 
-def _is_one_hot(value: Value) -> bool:
-    step = step_back(facts.made_from(value, _SHAPING))
-    operands = [step_back(facts.made_from(one, _SHAPING)).primitive for one in step.values]
-    # Two iotas make an identity matrix, which is no lookup.
-    return step.primitive == "eq" and operands.count("iota") == 1
+def _closed(program: LintedProgram) -> Iterator[ClosedJaxpr]:
+    yield program.traced
+    for _, equation in program.scope.equations():
+        for parameter in equation.params.values():
+            for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if isinstance(one, ClosedJaxpr):
+                    yield one
+
+
+def _constants(closed: ClosedJaxpr) -> Iterator[tuple[Var, object]]:
+    yield from zip(closed.jaxpr.constvars, closed.consts, strict=False)
 
 
 def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]:
@@ -185,6 +247,8 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
     for scope, equation in program.scope.equations():
         if equation.primitive.name != "sharding_constraint":
             continue
+        if is_transposed([equation, *scope.calls()]):
+            continue  # JAX constrains the cotangent as the program does the value
         sharding = equation.params["sharding"]
         if not isinstance(sharding, NamedSharding) or not facts.spreads_nothing(sharding.spec):
             continue
@@ -202,7 +266,8 @@ def trivial_constraints(program: LintedProgram, limit: float) -> Iterator[Waste]
 
 
 def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
-    known = program.sharding_of(before)
+    # A part of a sharded array is taken to be sharded.
+    known = program.sharding_of(facts.made_from(before, _SHAPING | facts.PART))
     if known is not None and not facts.spreads_nothing(known.spec):
         return True
     return any(not facts.spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
@@ -223,12 +288,8 @@ def _constrained_next(value: Value) -> Iterator[NamedSharding]:
 
 
 def _is_small(value: Value) -> bool:
-    return _is_float(value) and value.aval.dtype.itemsize < 4
+    return facts.is_float(value) and value.aval.dtype.itemsize < 4
 
 
 def _is_float32(value: Value) -> bool:
-    return _is_float(value) and value.aval.dtype.itemsize == 4
-
-
-def _is_float(value: Any) -> bool:
-    return hasattr(value.aval, "dtype") and jnp.issubdtype(value.aval.dtype, jnp.floating)
+    return facts.is_float(value) and value.aval.dtype.itemsize == 4

@@ -145,6 +145,38 @@ def step_back(value: Value) -> Derivation:
     return Derivation("made", operands, equation, index)
 
 
+def maker_of(value: Value) -> tuple["JaxprScope", JaxprEqn] | None:
+    """The equation that makes a value, inside of the calls that return it; None for an input."""
+    found = None
+    while isinstance(value.variable, Var) and value.variable in value.scope.made:
+        equation, index = value.scope.made[value.variable]
+        found = value.scope, equation
+        called = value.scope.inner.get(id(equation), [])
+        if len(called) != 1 or equation.primitive.name in _LOOPS:
+            break
+        if len(called[0].jaxpr.outvars) != len(equation.outvars):
+            break
+        value = called[0].value(called[0].jaxpr.outvars[index])
+    return found
+
+
+def reader_of(value: Value) -> tuple["JaxprScope", JaxprEqn] | None:
+    """The first equation that reads a value, inside of the calls that take it."""
+    readers = value.scope.readers.get(value.variable, [])
+    for equation in readers:
+        for called in value.scope.inner.get(id(equation), []):
+            for inlet, step in called.inlets.items():
+                if value in step.values and (found := reader_of(called.value(inlet))):
+                    return found
+        if equation.primitive.name not in _CALLS:
+            return value.scope, equation
+    return None
+
+
+def loops_around(scope: "JaxprScope") -> list[JaxprEqn]:
+    return [equation for equation in scope.calls() if equation.primitive.name in _LOOPS]
+
+
 def calls_of(value: Value) -> Iterator[Value]:
     """The same value inside the jaxprs that take it, and outside the call that returns it."""
     scope, variable = value.scope, value.variable
@@ -162,9 +194,8 @@ def calls_of(value: Value) -> Iterator[Value]:
 
 def stacks_of(value: Value) -> Iterator[Value]:
     """The arrays in which a loop stacks this value of its body, one entry per iteration."""
-    scope = value.scope
-    loop = as_loop(scope.parent, scope.equation) if scope.parent and scope.equation else None
-    if loop is not None and loop.body is scope:
+    loop = loop_of(value.scope)
+    if loop is not None:
         yield from (whole for whole, entry in loop.stacked if entry == value)
 
 
@@ -200,6 +231,17 @@ class JaxprLoop:
         ]
 
     @property
+    def sliced(self) -> list[tuple[Value, Value]]:
+        """Each operand with one entry per iteration: the whole array, and the entry in the body."""
+        first = self.consts + self.carry
+        if self.equation.primitive.name != "scan":
+            return []
+        whole, entry = self.equation.invars[first:], self.body.jaxpr.invars[first:]
+        return [
+            (self.scope.value(a), self.body.value(b)) for a, b in zip(whole, entry, strict=True)
+        ]
+
+    @property
     def stacked(self) -> list[tuple[Value, Value]]:
         """Each result with one entry per iteration: the whole array, and the entry in the body."""
         whole, entry = self.equation.outvars[self.carry :], self.body.jaxpr.outvars[self.carry :]
@@ -226,6 +268,12 @@ def as_loop(scope: JaxprScope, equation: JaxprEqn) -> JaxprLoop | None:
         carry = len(equation.outvars)
         return JaxprLoop(scope, equation, bodies[1], len(bodies[1].jaxpr.invars) - carry, carry)
     return None
+
+
+def loop_of(scope: JaxprScope) -> JaxprLoop | None:
+    """The loop that has this scope as its body."""
+    loop = as_loop(scope.parent, scope.equation) if scope.parent and scope.equation else None
+    return loop if loop is not None and loop.body is scope else None
 
 
 def _same_rank(outside: list[Any], inside: list[Any]) -> int:

@@ -9,32 +9,51 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, traced_afresh
+from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, jit_of, traced_afresh
+from nnx_pipeline.lab._tracing.jaxpr import place_of
 from nnx_pipeline.lab._tracing.nnx_state import is_nnx
 from nnx_pipeline.lab.compile._functions import called_with, check_sizes
 from nnx_pipeline.lab.compile._places import check_places
+from nnx_pipeline.lab.lint import _rules_activations as activations
+from nnx_pipeline.lab.lint import _rules_arrays as arrays
+from nnx_pipeline.lab.lint import _rules_donation as donation
+from nnx_pipeline.lab.lint import _rules_gathers as gathers
+from nnx_pipeline.lab.lint import _rules_one_hot as one_hot
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
-from nnx_pipeline.lab.lint._rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
 from nnx_pipeline.lab.lint._rules_loops import gradients_per_microbatch, parameters_in_loops
 from nnx_pipeline.lab.lint._rules_remat import remat_policies
 from nnx_pipeline.lab.lint.finding import Finding, Limits, Severity
 
 
 class LintRule(NamedTuple):
-    """A rule, how severe its findings are, and the field of `Limits` with its smallest size."""
+    """A rule, how severe its findings are, and its smallest size: a field of `Limits`, so often."""
 
     find: Callable[[LintedProgram, float], Iterator[Waste]]
     severity: Severity = "warning"
     limit: str = "large"
+    times: int = 1
 
 
+# Models make scores and logits on purpose, so these are reported from a larger size.
+_MEANT = 32
 RULES = {
+    "not-donated": LintRule(donation.not_donated),
+    "donation-lost": LintRule(donation.donations_lost),
+    "cache-rebuilt": LintRule(donation.caches_rebuilt),
+    "residuals-stacked": LintRule(activations.residuals_stacked, times=_MEANT),
+    "scores-stored": LintRule(activations.scores_stored, times=_MEANT),
+    "logits-stored": LintRule(activations.logits_stored, times=_MEANT),
+    "dispatch-stored": LintRule(one_hot.dispatch_stored, times=_MEANT),
+    "layers-gathered": LintRule(gathers.stacks_gathered),
+    "gathered-twice": LintRule(gathers.gathered_twice),
+    "replicated-parameter": LintRule(gathers.replicated_parameters),
+    "captured-constant": LintRule(arrays.captured_constants, times=4),
     "parameter-in-loop": LintRule(parameters_in_loops),
-    "remat-policy": LintRule(remat_policies),
-    "hidden-upcast": LintRule(hidden_upcasts),
-    "one-hot": LintRule(one_hot_arrays, limit="one_hot"),
     "gradient-per-microbatch": LintRule(gradients_per_microbatch),
-    "trivial-constraint": LintRule(trivial_constraints, "advice"),
+    "remat-policy": LintRule(remat_policies),
+    "hidden-upcast": LintRule(arrays.hidden_upcasts),
+    "one-hot": LintRule(one_hot.one_hot_arrays, limit="one_hot"),
+    "trivial-constraint": LintRule(arrays.trivial_constraints, "advice"),
 }
 
 
@@ -65,12 +84,14 @@ def lint(
     chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
     with _under(mesh), traced_afresh(), called_with(call):
-        traced, leaves = jaxpr_of(call)
+        traced, inputs = jaxpr_of(call)
     program = LintedProgram(
         traced,
-        frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in wanted),
-        [getattr(leaf, "sharding", None) for leaf in leaves],
-        mesh.size if mesh is not None else 1,
+        frozenset(number for number, one in enumerate(inputs) if id(one.leaf) in wanted),
+        inputs,
+        place_of(call.function),
+        jit_of(call.function),
+        dict(mesh.shape) if mesh is not None else {},
     )
     return check_program(program, limits)
 
@@ -85,7 +106,8 @@ def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
     """The findings of all rules, largest first; of one rule and line only the largest."""
     by_line: dict[object, list[Finding]] = {}
     for name, rule in RULES.items():
-        for location, size, what, cure in rule.find(program, getattr(limits, rule.limit)):
+        smallest = rule.times * getattr(limits, rule.limit)
+        for location, size, what, cure in rule.find(program, smallest):
             finding = Finding(
                 rule=name,
                 severity=rule.severity,
