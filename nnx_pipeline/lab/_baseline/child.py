@@ -1,5 +1,6 @@
 """What runs in the other process: the command, with the modules of the other files."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 LAB = __name__.rpartition("._baseline")[0]
 PACKAGE = LAB.rpartition(".")[0] or LAB
@@ -74,6 +76,25 @@ def run_command(root: str | None, files: str | None) -> None:
     if root is not None and files is not None:
         move_imports(Path(root), Path(files))
     run()
+
+
+def run_tests(root: str, files: str) -> None:
+    """Runs those tests of `files` that compile programs, with their modules from there."""
+    pytest = importlib.import_module("pytest")
+    importlib.import_module(f"{LAB}.pytest_plugin")
+    move_imports(Path(root), Path(files))
+    with contextlib.redirect_stdout(sys.stderr):
+        code = pytest.main(sys.argv[1:], plugins=[_Compiling()])
+    sys.exit(int(code))
+
+
+class _Compiling:
+    """Leaves out all tests without the fixture `compile_memory`."""
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        others = [one for one in items if "compile_memory" not in one.fixturenames]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [one for one in items if one not in others]
 
 
 def move_imports(root: Path, files: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
 from nnx_pipeline.lab.pytest_plugin import _limits as limits
+from nnx_pipeline.lab.pytest_plugin._baseline import OPTION as BASELINE
+from nnx_pipeline.lab.pytest_plugin._baseline import budgets_at
 from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Key, Results, SessionBudgets
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Fail a test, and do not skip it, where the compiler is missing or has no budget.",
     )
+    group.addoption(
+        BASELINE,
+        metavar="REVISION",
+        help="Compare with what the same tests measure at a git revision, such as main, instead of "
+        f"{budgets.FILE}.",
+    )
     parser.addini(
         TOLERANCE,
         "The share by which a memory budget may be exceeded, such as 0.01 for 1 %.",
@@ -46,6 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption(UPDATE) and config.getoption(BASELINE):
+        raise pytest.UsageError(
+            f"{UPDATE} cannot be combined with {BASELINE}; leave one of them out"
+        )
     config.addinivalue_line("markers", limits.ABOUT)
     path = config.rootpath / budgets.FILE
     try:
@@ -54,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
             budgets=budgets.read_budgets(path),
             update=config.getoption(UPDATE),
             strict=config.getoption(STRICT),
+            baseline=config.getoption(BASELINE) or "",
             tolerance=_share(config.getini(TOLERANCE)),
             # `--lf` leaves out tests without telling.
             selected=any("::" in arg for arg in config.args) or bool(config.getoption("lf", False)),
@@ -154,6 +167,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Counts tests: a conftest may remove some without calling `pytest_deselected`."""
     mine = session.config.stash[SESSION]
     mine.selected |= len(session.items) < mine.collected
+    items = [one for one in session.items if "compile_memory" in getattr(one, "fixturenames", ())]
+    if mine.baseline and items:
+        mine.budgets = budgets.parsed(_text_at(session.config), mine.baseline)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Gives a worker of xdist the budgets of the revision, which are measured once."""
+    if node.config.stash[SESSION].baseline:
+        node.workerinput[BASELINE] = _text_at(node.config)
+
+
+def _text_at(config: pytest.Config) -> str:
+    """The budgets of the revision as a budget file has them."""
+    if BASELINE in (given := getattr(config, "workerinput", {})):
+        return str(given[BASELINE])
+    mine = config.stash[SESSION]
+    try:
+        mine.text = mine.text or budgets_at(config, mine.baseline)
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from error
+    return mine.text
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -165,11 +165,16 @@ def below(measured: Mapping[str, float | None], budget: Figures, tolerance: floa
 def read_budgets(path: Path) -> Budgets:
     """The budgets of a file, none if there is no file; raises InputError unless all are valid."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return parsed(path.read_text(encoding="utf-8"), path)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}; {_CURE}") from error
+
+
+def parsed(text: str, path: Path | str) -> Budgets:
+    """The budgets of the text of a file; raises InputError unless all are valid."""
+    content = tomllib.loads(text)
     budgets: Budgets = {}
     entries = content.pop("budget", [])
     if content or not isinstance(entries, list):
@@ -186,7 +191,7 @@ def read_budgets(path: Path) -> Budgets:
 _CURE = "correct it, or delete it and run `pytest --update-memory-budgets`"
 
 
-def _entry(path: Path, number: int, entry: object) -> tuple[Key, Figures]:
+def _entry(path: Path | str, number: int, entry: object) -> tuple[Key, Figures]:
     where = f"{path}: budget {number}"
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
@@ -280,6 +285,8 @@ class SessionBudgets:
     update: bool
     strict: bool  # what would be skipped fails
     tolerance: float
+    baseline: str = ""  # the revision that the budgets are of
+    text: str = ""  # the budgets of the revision, once they are measured
     selected: bool = False  # tests were left out: one that did not run may still exist
     collected: int = 0
     seen: set[str] = field(default_factory=set)

@@ -122,6 +122,9 @@ class CompileMemory:
         if session.update:
             return
         budget = session.budgets.get(key)
+        if budget is None and session.baseline:
+            self._results.hints.append(f"{key}: {session.baseline} has no figures of it")
+            return
         if budget is None:
             cure = f"record one: pytest --update-memory-budgets '{key.test}'"
             if others := "; ".join(budgets.same_elsewhere(session.budgets, key)):
@@ -131,12 +134,17 @@ class CompileMemory:
         exceeded = budgets.above(figures, budget, share)
         if exceeded:
             cure = f"If that is intended: pytest --update-memory-budgets '{self._test}'"
+            if session.baseline:
+                cure = f"The budget is what {session.baseline} needs."
             short = budgets.in_short(
-                {it.figure: (it.measured, it.budget) for it in exceeded}, "budget"
+                {it.figure: (it.measured, it.budget) for it in exceeded},
+                session.baseline or "budget",
             )
             described = result.description([change.figure for change in exceeded])
             raise MemoryExceeded("\n".join([short, *map(str, exceeded), "", described, "", cure]))
         self._results.hints += [
-            f"{key}: {change}; pytest --update-memory-budgets lowers it"
+            f"{key}: {change}, which is that of {session.baseline}"
+            if session.baseline
+            else f"{key}: {change}; pytest --update-memory-budgets lowers it"
             for change in budgets.below(figures, budget, share)
         ]
