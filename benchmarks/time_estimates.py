@@ -37,6 +37,7 @@ MEASURED = Path(_timing.__file__).parent / "measured.toml"
 # and of the two kernels of the backward pass three and four.
 KERNEL_PRODUCTS = 11
 APART = 0.02  # two measured steps that differ by less say nothing of an order
+LARGE_LINE = 0.005  # of the compute: lines of less are not kept
 CLEARLY_APART = 0.1  # the same of two runs of one model on any chips
 
 
@@ -68,7 +69,8 @@ GROUPED = {"model.experts": "grouped"}
 # As MaxText ran on v6e: tokens above the capacity are dropped.
 CAPACITY = {"model.experts": "capacity", "model.capacity_factor": "1.25"}
 ROUNDS = FLASH | {"pipeline.num_microbatches": "8", "pipeline.num_repeats": "16"}
-ONCE = ROUNDS | {"pipeline.fsdp_gather": "step"}
+# Gradients are summed over `fsdp` once per step, as in the measured program.
+ONCE = ROUNDS | {"pipeline.fsdp_gather": "prefetch"}
 # Gradients are summed over `data` once per step, as in the measured program.
 ZERO_1 = ROUNDS | {
     "pipeline.backward": "accumulate",
@@ -118,6 +120,7 @@ SCRIPT_V5P = (
     *(GATHERS, "@disable_megacore_fusion_allow_ags", "@enable_async_collective_permute"),
     *("@data_parallel_overlap", "xla_tpu_enable_ag_backward_pipelining=true"),
 )
+EXPERTS_V6E = ("@moe_vmem_limit_flag", GATHERS, "@data_parallel_overlap")
 OTHERS = (
     Row(
         *("Llama2-70B, v5p-512", "llama2-7b", V5P_512, "fsdp=256", 4),
@@ -129,22 +132,26 @@ OTHERS = (
         *("Mixtral 8x7B, v5p-256", "mixtral-8x7b", V5P_256, "fsdp=128", 36),
         options=TOKENS | GROUPED | BF16_WEIGHTS,
         measured=step_of(36, 2909),
+        xla=(*SCRIPT_V5P, "@moe_vmem_limit_flag"),
     ),
     Row(
         *("Mixtral 8x7B, v6e-256", "mixtral-8x7b", V6E_256, "fsdp=256", 12),
-        options=TOKENS | CAPACITY,
+        options=TOKENS | CAPACITY | {"pipeline.remat": "inputs_offloaded"},
         measured=step_of(12, 3899),
+        xla=EXPERTS_V6E,
     ),
     Row(
         *("Mixtral 8x22B, v6e-256", "mixtral-8x22b", V6E_256, "fsdp=64,expert=4", 8),
         options=TOKENS | CAPACITY | BF16_WEIGHTS | TWO_PARTS,
         measured=step_of(8, 1326),
+        xla=EXPERTS_V6E,
     ),
     # The same without dropped tokens. 8x22B does not fit so.
     Row(
         *("Mixtral 8x7B, v6e-256, grouped", "mixtral-8x7b", V6E_256, "fsdp=256", 12),
         options=TOKENS | GROUPED,
         measured=step_of(12, 3899),
+        xla=EXPERTS_V6E,
     ),
 )
 LLAMA_405B = {
@@ -181,6 +188,40 @@ RECIPE_TPU7X = (
     *("xla_tpu_scoped_vmem_limit_kib=61440", "xla_tpu_bf16_emission_mode=NATIVE_EMISSION"),
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
     "xla_tpu_use_single_sparse_core_for_all_gather_offload=true",
+)
+# What the scripts for GPT3 on v5p, gpu-recipes for H200 and JAX-Toolbox for H100 set.
+SCRIPT_GPT3 = (
+    *("xla_tpu_enable_experimental_fusion_cost_model=false", "xla_tpu_dot_dot_fusion=false"),
+    *("xla_tpu_dot_dot_fusion_duplicated=false", "xla_jf_conv_input_fusion=true"),
+    *("xla_jf_conv_output_fusion=false", "xla_tpu_rwb_fusion=false"),
+    *("xla_tpu_copy_fusion_pad_unpad_ratio=300", "xla_tpu_enable_copy_fusion=false"),
+    "xla_tpu_enable_aggressive_loop_fusion_layout_opt=false",
+    "xla_tpu_reduce_loop_fusion_dup_with_unfusable_user=false",
+    *("xla_tpu_scavenge_vmem_for_fusions=false", "xla_tpu_vector_load_fusion_window=256"),
+    *("xla_tpu_vector_store_fusion_window=64", "xla_tpu_decompose_all_gather_einsum=true"),
+    *("xla_tpu_spmd_rng_bit_generator_unsafe=true", "xla_tpu_enable_megacore_fusion=true"),
+    "xla_always_enable_all_gather_2d_asymmetric=true",
+    *("xla_tpu_dcn_max_overlap_estimation=32", GATHERS, "@enable_async_collective_permute"),
+)
+GPU = (
+    *("xla_gpu_enable_latency_hiding_scheduler=true", "xla_gpu_enable_pipelined_all_gather=true"),
+    *("xla_gpu_enable_pipelined_reduce_scatter=true", "xla_gpu_enable_pipelined_all_reduce=true"),
+    "xla_gpu_enable_all_gather_combine_by_dim=false",
+    "xla_gpu_enable_reduce_scatter_combine_by_dim=false",
+    "xla_gpu_enable_while_loop_double_buffering=true",
+    "xla_disable_hlo_passes=rematerialization",
+)
+RECIPE_H200 = (
+    *("xla_gpu_enable_triton_gemm=false", *GPU),
+    "xla_gpu_all_reduce_combine_threshold_bytes=2147483648",
+    "xla_gpu_all_gather_combine_threshold_bytes=2147483648",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes=16777216",
+)
+TOOLBOX_H100 = (
+    *("xla_gpu_enable_command_buffer=", *GPU),
+    "xla_gpu_all_reduce_combine_threshold_bytes=1073741824",
+    "xla_gpu_all_gather_combine_threshold_bytes=1073741824",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
 )
 OFFLOADED = "inputs, queries, keys, values and results go to the host, and are computed again here"
 RECIPES = (
@@ -219,6 +260,7 @@ RECIPES = (
         options=tokens_of(2048) | GPT3_175B | {"model.quantization": "int8"},
         measured=22.197,
         differs="`fsdp=64,tensor=8`, with activations split over `tensor`, which does not fit here",
+        xla=SCRIPT_GPT3,
     ),
     Row(
         *("Llama3.1-70B, 64 tpu7x", "llama3.1-8b", "tpu:tpu7x:4x4x4", "fsdp=128", 2),
@@ -238,12 +280,14 @@ RECIPES = (
         options=tokens_of(8192) | LLAMA_70B | SAVED,
         measured=15.516,
         differs="attention by cuDNN",
+        xla=RECIPE_H200,
     ),
     Row(
         *("Llama2-7B, 8 H100", "llama2-7b", "cuda:h100:8", "fsdp=8", 2),
         options=tokens_of(4096) | {"pipeline.remat": "minimal"},
         measured=0.721,
         differs="attention by cuDNN; layers are unrolled there",
+        xla=TOOLBOX_H100,
     ),
 )
 ALL = (*VARIANTS, *OTHERS, *RECIPES)
@@ -288,14 +332,12 @@ each chip and remat are those of its [recipes](https://github.com/AI-Hypercomput
 of `configs/v5p/llama2_70b.sh`. That page calls v5p-512 512 chips and v5p-256 256 chips with the
 shape 8x4x4; those are 256 and 128 chips, which is what is compiled here. On v5p each token goes to
 its two experts, sorted and grouped, as there. On v6e MaxText dropped tokens above a capacity of
-1.25, which is what is compiled here too, and offloaded to the host what is recomputed here; 8x22B
-adds gradients up over two microbatches here, because its whole batch does not fit. Where tokens
-have a capacity, the step here is far above the measured one, and the last row says that this is the
-way in which this project dispatches them: without dropping any the same model takes less. The three
-rows of v6e were compiled before kernels were known to fill half of its matrix units, and their
-attention was doubled afterwards. The clock of v6e is not published:
-`nnx_pipeline/lab/_timing/devices.toml` says what it is taken from. `needs` is the account of the
-program.
+1.25, which is what is compiled here too, and sent inputs, queries, keys, values and results of
+layers to the host. Here 8x7B sends the inputs and computes the others again, and 8x22B computes all
+of them again and adds gradients up over two microbatches, because its whole batch does not fit. The
+last row is that of 8x7B without dropping tokens, with kernels for the experts. The clock of v6e is
+not published: `nnx_pipeline/lab/_timing/devices.toml` says what it is taken from. `needs` is the
+account of the program.
 """
 HEAD_OTHERS = (
     "| run | mesh | sequences per chip | tokens/s per chip | measured, s | compute | kernels "
@@ -381,6 +423,11 @@ def measure(row: Row) -> dict[str, Any]:
             [row.source, row.pass_name, row.seconds, row.launches]
             for row in result.time.rows
             if row.kind == "kernels"
+        ],
+        "lines": [
+            [row.source, row.caller, row.kind, row.pass_name, row.seconds]
+            for row in result.time.rows
+            if row.seconds >= LARGE_LINE * result.time.known_seconds
         ],
         "flops": result.flops,
         "needed_bytes": result.needed_bytes,
