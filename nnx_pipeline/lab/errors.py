@@ -41,6 +41,10 @@ class InputError(ValueError):
         return printable(super().__str__(), keep="\n")
 
 
+class Unavailable(Exception):
+    """What is asked for cannot be had here, and the user's input is not why."""
+
+
 def described(error: BaseException, most: int = 300) -> str:
     """Type and first line of an exception, and the line of the user's source that it came from.
 

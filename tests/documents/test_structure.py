@@ -36,7 +36,7 @@ FOLDERS = {
         ("attribution",),
         ("_timing",),
         ("compile",),
-        ("comparison",),
+        ("_baseline", "comparison"),
         ("explain",),
         ("_report",),
         ("_page",),
@@ -307,7 +307,7 @@ def test_no_asserts_without_words() -> None:
 
 # Python, the click group, the NNX base class and notebooks call these by their names.
 CALLED_BY_OTHERS = re.compile(
-    r"__\w+__|pytest_\w+|list_commands|format_commands|set_view|_repr_html_"
+    r"__\w+__|pytest_\w+|list_commands|format_commands|set_view|_repr_html_|find_spec"
 )
 
 

@@ -67,7 +67,7 @@ def test_help_has_three_groups_and_a_first_command(run: Run) -> None:
         name: re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE)
         for name, text in zip(groups[::2], groups[1::2], strict=True)
     }
-    measuring = ["measure", "compare", "memory", "lint", "explain", "platforms"]
+    measuring = ["measure", "compare", "memory", "lint", "platforms", "bisect", "explain"]
     assert found["Measure a program"] == measuring
     assert found["Train a model"] == ["generate", "models", "schedule", "train"]
     assert found["Checkpoints"] == ["linen-compat"]

@@ -292,3 +292,14 @@ def test_a_dump_of_a_tpu_promises_no_more_than_comes(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert 0 < gain <= before - after
+
+
+def test_the_page_shows_what_the_command_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of the page, in their order, are lines of the output."""
+    monkeypatch.setenv("COLUMNS", "80")
+    page = Path(__file__).parents[2].joinpath("docs", "explain.md").read_text(encoding="utf-8")
+    shown = [line.rstrip() for line in page.split("```text\n")[1].split("```")[0].splitlines()]
+    ended = run("explain", str(TEXTS / "tpu_v4_scores.txt"))
+    printed = (line.rstrip() for line in ended.out.splitlines())
+    assert [line for line in shown if line not in printed] == []
+    assert len(shown) > 15

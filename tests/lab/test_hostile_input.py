@@ -422,6 +422,7 @@ COMMANDS = {
     "measure": ("math:sqrt",),
     "compare": ("math:sqrt", "math:sqrt"),
     "lint": TINY,
+    "bisect": ("HEAD", "HEAD", *TINY),
     "explain": (str(DATA.parent / "explain" / "tpu_v4_scores.txt"),),
     "memory": TINY,
     "schedule": ("--stages", "2", "--microbatches", "2"),

@@ -11,7 +11,7 @@ from page_examples import TIME, attribution, measurement, outcome
 from nnx_pipeline.lab._report.benchmarks import benchmark_json
 from nnx_pipeline.lab._report.markdown import LONGEST, MARKER, outcomes_markdown
 from nnx_pipeline.lab._report.view.figures import megabytes
-from nnx_pipeline.lab.comparison._worse import parse_limit
+from nnx_pipeline.lab.comparison.limit import parse_limit
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.errors import InputError
 
@@ -127,40 +127,42 @@ def test_words_of_a_verdict_where_nobody_claims_anything() -> None:
         ("5%", "the account rises from"),
         ("50%", ""),
         ("account=0%", "the account rises from"),
-        ("step=8%", "the estimated step rises from 46.250 to 50.000 ms (+8.11%)"),
+        ("step=8%", "the estimated step rises from 46.250 ms to 50.000 ms (+8.11%)"),
         ("step=8.2%", ""),
         ("heap=60%", ""),
         ("peak=5%", "the peak is not known"),
     ],
 )
 def test_a_limit_on_what_is_worse(text: str, broken: str) -> None:
-    found = parse_limit(text).broken_by(of_two())
+    found = parse_limit("--fail-above", text).broken_by(of_two(), "--fail-above")
     assert found.startswith(f"compare: {broken}") if broken else not found
 
 
 def test_what_is_not_known_is_worse() -> None:
-    limit = parse_limit("step=1000%")
+    limit = parse_limit("--fail-above", "step=1000%")
     time = dataclasses.replace(TIME, is_lower_bound=True)
-    assert "is not known" in limit.broken_by(of_two(time=time))
-    assert "is not known" in limit.broken_by(of_two(time=None))
-    assert "is not known" in limit.broken_by(of_two(seconds=None))
-    assert not limit.broken_by(of_two())
-    assert not parse_limit("0%").broken_by(of_two(0.9)), "less is not worse"
+    assert "is not known" in limit.broken_by(of_two(time=time), "--fail-above")
+    assert "is not known" in limit.broken_by(of_two(time=None), "--fail-above")
+    assert "is not known" in limit.broken_by(of_two(seconds=None), "--fail-above")
+    assert not limit.broken_by(of_two(), "--fail-above")
+    assert not parse_limit("--fail-above", "0%").broken_by(of_two(0.9), "--fail-above"), (
+        "less is not worse"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("5", "--fail-above 5 is no share; write one such as 5% or step=10%"),
-        ("-5%", "is no share"),
-        ("step=", "is no share"),
-        ("1.2.3%", "is no share"),
-        ("stp=5%", "stp is no figure; did you mean 'step'?"),
+        ("5", "--fail-above '5' is no limit; write 5%"),
+        ("-5%", "is no limit"),
+        ("step=", "is no limit"),
+        ("1.2.3%", "is no limit"),
+        ("stp=5%", "there is no figure 'stp'; did you mean 'step'?"),
     ],
 )
 def test_a_limit_that_is_none(text: str, why: str) -> None:
     with pytest.raises(InputError, match=re.escape(why)):
-        parse_limit(text)
+        parse_limit("--fail-above", text)
 
 
 def test_json_of_other_tools() -> None:
@@ -208,7 +210,7 @@ def test_on_the_command_line(run: Run) -> None:
 
 def test_the_exit_code_of_worse(run: Run) -> None:
     assert run(*LEAN, "--fail-above", "0%").code == 0
-    ended = run(*WORSE, "--fail-above", "5%", "--fail-above", "heap=1e9%", "--json", "-")
+    ended = run(*WORSE, "--fail-above", "5%", "--fail-above", "heap=1.2.3%", "--json", "-")
     assert ended.code == 2
     ended = run(*WORSE, "--fail-above", "5%", "--fail-above", "step=10%", "--json", "-")
     assert ended.code == 1

@@ -556,9 +556,10 @@ def test_a_limit_in_a_marker(project: Project, marker: str, line: str) -> None:
     ("marker", "message"),
     [
         ("", "@memory_budget has no limit; give one, such as"),
-        ("24", "account=24 is no limit with a unit; write"),
-        ('"24 Mb"', "is no limit with a unit; write"),
-        ('step="3 MB"', "step='3 MB' is no limit with a unit; write \"20 ms\""),
+        ("24", "'account=24' is no limit; write"),
+        ('"24 Mb"', "is no limit; write"),
+        ('"5%"', "is a share of nothing"),
+        ('step="3 MB"', "step is in seconds; write step=20ms"),
         ('hepa="3 MB"', "is no figure; did you mean 'heap'?"),
         ('"1 MB", "2 MB"', "takes one limit without a name"),
         ('"1 MB", platform="gpu"', "did you mean 'cuda'?"),

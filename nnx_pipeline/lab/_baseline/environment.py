@@ -21,17 +21,13 @@ from nnx_pipeline.lab._baseline.execute import execute
 from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab.compile._cache import FOLDER_VARIABLE, Cache
 from nnx_pipeline.lab.compile.measure import Progress
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import InputError, Unavailable
 
 PROJECT = "nnx-pipeline"
 OLDEST, NEWEST = 11, 14  # Pythons to look for: 3.11 to 3.14
 _EXTRAS = {"cpu": "", "tpu": "tpu", "cuda": "cuda", "rocm": "rocm"}  # that bring the compiler
 # Files of one version of JAX and of its compilers, which another version must not find.
 _OF_JAX = re.compile(r"(jax|jaxlib|jax_plugins|jax_(cuda|rocm)\w+|libtpu)(-[^-]+\.dist-info)?")
-
-
-class Unavailable(Exception):
-    """There is no such environment, and the user's input is not why."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +126,14 @@ def folder_of_user(option: str) -> Path:
             f"{FOLDER_VARIABLE}"
         )
     return folder / "environments"
+
+
+def environment_of(option: str, packages: Sequence[str], kind: str, say: Progress) -> Environment:
+    """The environment with packages, `PACKAGE==VERSION` each; the present one without any."""
+    if not packages:
+        return HERE
+    wanted = [parse_wanted(option, text) for text in packages]
+    return environment_with(wanted, kind, folder_of_user(option), say)
 
 
 def environment_with(

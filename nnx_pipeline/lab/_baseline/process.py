@@ -22,7 +22,7 @@ for folder in given["packages"]:
     site.addsitedir(folder)
 sys.path += given["paths"]
 from nnx_pipeline.lab._baseline import child
-child.{}(given["root"], given["files"])
+getattr(child, given["what"])(given["root"], given["files"])
 """
 
 
@@ -77,9 +77,9 @@ def started(
     """Runs a function of `child` with words; returns the exit code and standard error."""
     roots = {"root": str(files.root), "files": str(files.folder)} if files else {}
     with environment.behind(folder) as paths:
-        job = json.dumps({"root": None, "files": None, **paths, **roots})
+        job = json.dumps({"what": what, "root": None, "files": None, **paths, **roots})
         return execute(
-            [environment.python, "-P", "-c", START.format(what), job, *words],
+            [environment.python, "-P", "-c", START, job, *words],
             say=say,
             environment={**os.environ, **environment.variables},
             folder=files.here() if files else None,

@@ -10,7 +10,6 @@ from packaging.version import InvalidVersion, Version
 from nnx_pipeline.lab._baseline.environment import (
     HERE,
     Environment,
-    Unavailable,
     Wanted,
     check_version,
     environment_with,
@@ -43,11 +42,8 @@ def run_across(text: str, subject: Subject, target: Target, json_path: str | Non
         return environment_with([one], platform.kind, folder, say)
 
     with progress() as say:
-        try:
-            # All environments first: a version that does not exist is known before minutes of work.
-            environments = [environment(one) for one in wanted]
-        except Unavailable as error:
-            raise Failed(str(error)) from error
+        # All environments first: a version that does not exist is known before minutes of work.
+        environments = [environment(one) for one in wanted]
         words = ["measure", *subject.words(), *target.words()]
         told = [functools.partial(_told, say, one.version) for one in wanted]
         ended = [

@@ -9,14 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nnx_pipeline.lab._baseline.arm import Arm, at_revision
-from nnx_pipeline.lab._baseline.environment import (
-    HERE,
-    Environment,
-    Unavailable,
-    environment_with,
-    folder_of_user,
-    parse_wanted,
-)
+from nnx_pipeline.lab._baseline.environment import environment_of
 from nnx_pipeline.lab._baseline.repository import Repository
 from nnx_pipeline.lab._baseline.saved import saved_measurements
 from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
@@ -37,7 +30,7 @@ def run_baseline(
     subject: Subject, given: Baseline, target: Target, outputs: ComparisonOutputs
 ) -> None:
     """Compares a program with what it was at a revision, or would be with other packages."""
-    platforms = compiled_for(target)
+    platforms = target.for_other_process()
     words = [*subject.words(), *target.words()]
     with progress() as say, _first_arm(words, given, platforms, say) as before:
         is_package = given.baseline is None
@@ -52,17 +45,6 @@ def run_baseline(
     if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         raise Failed("; ".join(dict.fromkeys(failed)))
     outputs.fail_if_worse(outcomes)
-
-
-def compiled_for(target: Target) -> list[Platform]:
-    """The platforms, which other processes compile for; raises InputError for `local`."""
-    platforms = target.platforms()
-    if platforms[0].kind == "local":
-        raise InputError(
-            f"--platform {target.platform}: another process compiles this, and devices are not "
-            "shared; choose cpu, tpu, cuda or rocm"
-        )
-    return platforms
 
 
 def _outcomes(
@@ -110,17 +92,6 @@ def _first_arm(
     label = ", ".join(filter(None, [f"{given.baseline} ({commit.short})", packages]))
     with at_revision(repository, commit, label, words, environment) as arm:
         yield arm
-
-
-def environment_of(option: str, packages: Sequence[str], kind: str, say: Progress) -> Environment:
-    """The environment with packages, `PACKAGE==VERSION` each; the present one without any."""
-    if not packages:
-        return HERE
-    wanted = [parse_wanted(option, text) for text in packages]
-    try:
-        return environment_with(wanted, kind, folder_of_user(option), say)
-    except Unavailable as error:
-        raise Failed(str(error)) from error
 
 
 def _saved_arm(given: Baseline, platforms: Sequence[Platform]) -> Arm:

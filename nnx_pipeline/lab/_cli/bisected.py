@@ -14,10 +14,9 @@ from rich.console import Group
 from rich.text import Text
 
 from nnx_pipeline.lab._baseline.arm import Arm, at_revision
-from nnx_pipeline.lab._baseline.environment import parse_wanted
+from nnx_pipeline.lab._baseline.environment import environment_of, parse_wanted
 from nnx_pipeline.lab._baseline.execute import execute
 from nnx_pipeline.lab._baseline.repository import Commit, Repository
-from nnx_pipeline.lab._cli.baseline import compiled_for, environment_of
 from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import Failed
@@ -84,7 +83,7 @@ def run_bisect(
     ends: tuple[str, str], subject: Subject, target: Target, text: str | None, json_path: str | None
 ) -> None:
     limit = parse_limit("--limit", text) if text is not None else None
-    platform = compiled_for(target)[0]
+    platform = target.for_other_process()[0]
     gemm = target.gemm or ("triton" if platform.is_gpu else None)
     words = [*subject.words(), *dataclasses.replace(target, gemm=gemm).words()]
     versions = ["==" in end for end in ends]

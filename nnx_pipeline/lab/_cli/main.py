@@ -1,5 +1,6 @@
 """The command `nnx-pipeline`: the commands of the lab, and those that entry points add to them."""
 
+import importlib
 import os
 
 # Without this the compilers warn that there is no accelerator; their errors are still printed.
@@ -10,8 +11,6 @@ from importlib.metadata import entry_points
 import click
 
 from nnx_pipeline.lab._cli import commands
-from nnx_pipeline.lab._cli.bisecting import bisect_command
-from nnx_pipeline.lab._cli.explaining import explain_command
 from nnx_pipeline.lab._cli.support import main_of
 
 ADDED = "nnx_pipeline.commands"  # entry points: commands that other packages and folders have
@@ -23,19 +22,22 @@ MEASURING = (
     commands.measure_command,
     commands.compare_command,
     commands.memory_command,
-    bisect_command,
     commands.lint_command,
-    explain_command,
     commands.platforms_command,
 )
+# In files of their own, which other commands need not import.
+APART = {"bisect": "bisecting", "explain": "explaining"}
 
 
 class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*self.commands, *entry_points(group=ADDED).names})
+        return sorted({*self.commands, *APART, *entry_points(group=ADDED).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         cmd_name = OLD.get(cmd_name, cmd_name)
+        if module := APART.get(cmd_name):
+            found = importlib.import_module(f"{__package__}.{module}")
+            self.add_command(getattr(found, f"{cmd_name}_command"))
         if cmd_name not in self.commands:
             entries = entry_points(group=ADDED)
             # Where no command has the name, Click suggests one of those that are loaded.
@@ -45,7 +47,7 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
-        measuring = [str(command.name) for command in MEASURING]
+        measuring = [*(str(command.name) for command in MEASURING), *APART]
         groups = {"Measure a program": measuring}
         groups["Train a model"] = [name for name in names if name not in measuring]
         for title, names in groups.items():

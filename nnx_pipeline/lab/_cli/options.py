@@ -102,10 +102,10 @@ comparison_options = bundled(
     click.option(
         "--fail-above",
         multiple=True,
-        metavar="[FIGURE=]SHARE",
-        help="Exit 1 if b needs more than this above a: 5% is of the account, and step=10% of the "
-        "estimated step; also heap, temp and peak. A figure that is not known fails too. May be "
-        "repeated.",
+        metavar="[FIGURE=]LIMIT",
+        help="Exit 1 if b needs more than this: 5% above a is of the account, step=10% of the "
+        "estimated step, heap=24MB of b alone; also temp and peak. A figure that is not known "
+        "fails too. May be repeated.",
     ),
     explain_option,
 )

@@ -26,7 +26,7 @@ from nnx_pipeline.lab.errors import InputError
 if TYPE_CHECKING:
     from nnx_pipeline.lab._report.markdown import ChangedLines
     from nnx_pipeline.lab._report.view.remarks import Remark
-    from nnx_pipeline.lab.comparison._worse import Limit
+    from nnx_pipeline.lab.comparison.limit import Limit
     from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.comparison.sweep import Sweep
     from nnx_pipeline.lab.compile.measure import Measurement
@@ -203,15 +203,17 @@ class ComparisonOutputs(Outputs, Formatted):
     def fail_if_worse(self, outcomes: Sequence[Sequence[Outcome]]) -> None:
         """Raises Failed where arm b exceeds arm a by more than `--fail-above` allows."""
         each = itertools.product(itertools.chain(*outcomes), self._limits())
-        if worse := [text for outcome, limit in each if (text := limit.broken_by(outcome))]:
+        if worse := [
+            text for outcome, limit in each if (text := limit.broken_by(outcome, "--fail-above"))
+        ]:
             raise Failed("; ".join(dict.fromkeys(worse)))
 
     def _limits(self) -> list[Limit]:
         if not self.fail_above:
             return []
-        from nnx_pipeline.lab.comparison._worse import parse_limit
+        from nnx_pipeline.lab.comparison.limit import parse_limit
 
-        return [parse_limit(text) for text in self.fail_above]
+        return [parse_limit("--fail-above", text) for text in self.fail_above]
 
 
 def _titled_arms(outcomes: Sequence[Sequence[Outcome]]) -> Iterator[tuple[str, Measurement]]:

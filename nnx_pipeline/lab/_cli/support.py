@@ -11,7 +11,7 @@ import click
 
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._files import say, use_any_encoding
-from nnx_pipeline.lab.errors import InputError, Note, described
+from nnx_pipeline.lab.errors import InputError, Note, Unavailable, described
 
 FAILED, BAD_INPUT = 1, 2
 LONGEST_LINE = 2_000  # characters of an error
@@ -41,7 +41,7 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
             _end(f"{command}: {error.format_message()} See {command} --help.", BAD_INPUT)
         except InputError as error:
             _end(f"{name}: {error}", BAD_INPUT)
-        except Failed as error:
+        except (Failed, Unavailable) as error:
             _end(f"{name}: {error}", FAILED)
         except RecursionError:
             _end(f"{name}: what was given is nested too deeply; give something flatter", BAD_INPUT)

@@ -82,6 +82,16 @@ class Target:
         """The mesh of a preset."""
         return MeshConfig.parse(self.mesh, dcn=self.dcn)
 
+    def for_other_process(self) -> list[Platform]:
+        """The same as `platforms`; raises InputError for `local`."""
+        platforms = self.platforms()
+        if platforms[0].kind == "local":
+            raise InputError(
+                f"--platform {self.platform}: another process compiles this, and devices are not "
+                "shared; choose cpu, tpu, cuda or rocm"
+            )
+        return platforms
+
     def platforms(self, arm_settings: Sequence[str] = ()) -> list[Platform]:
         """One platform for each kind of matrix products; `arm_settings` win over `--xla`."""
         settings = parse_settings(self.xla, arm_settings)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nnx_pipeline.lab.errors import InputError, nearest
 
 if TYPE_CHECKING:
+    from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.compile.measure import Measurement
 
 FIGURES = ("account", "heap", "temp", "peak", "step")
 _UNITS = {
-    **{"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
-    **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
+    **{"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
 }
-_SECONDS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "µS": 1e-6}
-_VALUE = re.compile(r"\+?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%|[a-zµ]+)", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_VALUE = re.compile(r"\+?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%|[a-zA-Zµ]+)")
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,30 @@ class Limit:
             )
         return Limit(self.figure, base * (1 + self.share))
 
+    def broken_by(self, outcome: Outcome, option: str) -> str:
+        """How the second program of an outcome exceeds it, "" if it does not; what is not known
+        exceeds it."""
+        name, arms = outcome.question.name, (outcome.a, outcome.b)
+        what = "the estimated step" if self.figure == "step" else f"the {self.figure}"
+        before, after = (self.of(arm) if arm else None for arm in arms)
+        if before is None or after is None or (self.figure == "step" and not _are_alike(arms)):
+            return f"{name}: {what} is not known, and {option} limits it to {self}"
+        if after <= (self.value if self.share is None else before * (1 + self.share)):
+            return ""
+        share = f"{after / before - 1:+.2%}" if before else "from nothing"
+        first, second = (in_units(self.figure, value) for value in (before, after))
+        return f"{name}: {what} rises from {first} to {second} ({share}), more than {option} {self}"
+
     def __str__(self) -> str:
         if self.share is not None:
-            return f"{self.figure} {self.share:+.4g} of the first program's"
-        return f"{self.figure} {in_units(self.figure, self.value)}"
+            return f"{self.figure}={100 * self.share:g}%"
+        return f"{self.figure}={in_units(self.figure, self.value)}"
+
+
+def _are_alike(arms: Sequence[Measurement | None]) -> bool:
+    """A lower bound beside an estimate says nothing of which is longer."""
+    times = [arm.time if arm else None for arm in arms]
+    return len({time.is_lower_bound if time else None for time in times}) == 1
 
 
 def in_units(figure: str, value: float | None) -> str:
@@ -72,7 +94,7 @@ def parse_limit(option: str, text: str) -> Limit:
     figure = named.strip() if equals else ""
     units = {**_UNITS, **_SECONDS}
     match = _VALUE.fullmatch(written.strip())
-    unit = match[2].upper() if match else ""
+    unit = match[2] if match else ""
     if match is None or (unit != "%" and unit not in units) or not math.isfinite(float(match[1])):
         raise InputError(f"{option} {text!r} is no limit; write 5%, 24MB, heap=1.5GiB or step=20ms")
     if equals and figure not in FIGURES:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from nnx_pipeline.lab.compile import _gpus, _rocm
+from nnx_pipeline.lab.compile import _gpus
 from nnx_pipeline.lab.compile._packages import (
     TPU_ENVIRONMENT,
     MissingCompiler,
@@ -134,6 +134,8 @@ def _check_cuda(platform: str) -> None:
 
 
 def _find_rocm(platform: str) -> None:
+    from nnx_pipeline.lab.compile import _rocm
+
     wanted = required("rocm7-local", "jax-rocm7-plugin")  # whose version is that of the compiler
     _check_plugin(platform, _rocm.PACKAGE, "rocm", wanted)
     if not version("pyelftools"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nnx_pipeline.lab.comparison.limit import parse_limit
 from nnx_pipeline.lab.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -19,10 +19,6 @@ ABOUT = (
     'that the test compiles by `compile_memory`, such as "24 MB", "1.5 GiB" or step="20 ms"; with '
     "`platform` those alone that are compiled for it, and it is what the test compiles for."
 )
-_BYTES = {"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
-    f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)
-}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "us": 1e-6}
 _FIGURES = {name: f"{name}_bytes" for name in ("account", "heap", "temp", "peak")}
 _FIGURES["step"] = "step_seconds"
 
@@ -55,13 +51,8 @@ def _budget(*args: object, platform: object = "", **limits: object) -> MarkedBud
     )
 
 
-def _amount(name: str, limit: object) -> float:
-    units = _SECONDS if name == "step" else _BYTES
-    found = (
-        re.fullmatch(r"([\d_]*\.?\d+)\s*([a-zA-Zµ]+)", limit) if isinstance(limit, str) else None
-    )
-    if not found or found[2] not in units:
-        example = '"20 ms"' if name == "step" else '"24 MB" or "1.5 GiB"'
-        raise InputError(f"@{MARKER}: {name}={limit!r} is no limit with a unit; write {example}")
-    value = float(found[1]) * units[found[2]]
-    return value if name == "step" else math.floor(value)
+def _amount(name: str, text: object) -> float:
+    limit = parse_limit(f"@{MARKER}", f"{name}={text}")
+    if limit.share is not None:
+        raise InputError(f"@{MARKER}: {name}={text!r} is a share of nothing; write 24 MB or 20 ms")
+    return limit.value if name == "step" else math.floor(limit.value)
