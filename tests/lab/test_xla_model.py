@@ -1,12 +1,15 @@
 """XLA's own model of a GPU: what is read of it and what stands in its place, and real compilers."""
 
+import functools
 import json
 from typing import Any
 
 import jax
 import pytest
 from helpers import missing, run_fresh, user_environment
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from nnx_pipeline.lab import measure
 from nnx_pipeline.lab._hlo.loops import executions
 from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab._report.view.figures import basis_of
@@ -522,3 +525,25 @@ def test_a_step_by_hand() -> None:
     assert time["compute_seconds"] < time["step_seconds"] < time["range_seconds"][1]
     named = {one["what"] for one in found["unread"]}
     assert named == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
+
+
+@needs_cuda
+def test_hosts_of_fewer_gpus_are_not_those_of_xla() -> None:
+    """XLA puts both GPUs on one host; over the network half of 64 MiB takes at least 0.67 ms."""
+    mesh = AbstractMesh((2,), ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((2**24,), "float32", sharding=rows)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        gather = functools.partial(jax.lax.all_gather, axis_name="data", tiled=True)
+        return jax.shard_map(
+            gather, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=False
+        )(x)
+
+    seconds = {}
+    for platform in ("cuda:h100:2", "cuda:h100:2x1"):
+        time = measure(gathered, x, mesh=mesh, platform=platform).time
+        assert time
+        seconds[platform] = time.collective_seconds or 0.0
+    assert seconds["cuda:h100:2"] < 3e-4
+    assert seconds["cuda:h100:2x1"] >= 2**26 / 2 / 50e9

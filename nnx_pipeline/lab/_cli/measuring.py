@@ -60,8 +60,8 @@ def run_platforms(
     from nnx_pipeline.lab._report.platforms_table import Row, platforms_view
 
     # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when
-    # JAX starts, and every other one may start it.
-    for one in sorted(platforms, key=lambda one: one.kind != "rocm"):
+    # JAX starts, every other one may start it, and the devices here start it for good.
+    for one in sorted(platforms, key=lambda one: (one.kind == "local", one.kind != "rocm")):
         mesh_on(subject.mesh, one.devices(subject.mesh.num_devices))
     rows: list[Row] = []
     refused: list[InputError] = []

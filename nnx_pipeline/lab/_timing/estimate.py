@@ -220,7 +220,7 @@ class Estimate:
             done, in_fusion = done_of(home, found), home.name in self._parts
             kind, size = collective_of(home, done, in_fusion=in_fusion)
             seconds = self.links.takes(found, kind, size)
-            if self._cost_model.by_xla and seconds != 0:
+            if self._cost_model.by_xla and self.links.are_as_in_xla and seconds != 0:
                 said = xla_model.collective_seconds(found, instruction)
                 seconds = seconds if said is None else said
             if seconds is None:

@@ -103,6 +103,9 @@ class _Sent(NamedTuple):
         return _Sent(max(self.seconds, other.seconds), self.latency + other.latency)
 
 
+_IN_XLA = 8  # GPUs of a host in XLA's model, whatever the topology says
+
+
 @dataclass(frozen=True)
 class Links:
     device: Device
@@ -126,6 +129,12 @@ class Links:
         if device.cores > 1:
             return cls(device, shape, tuple((*one.coords[:axes], one.core_on_chip) for one in own))
         return cls(device, shape, tuple(tuple(one.coords[:axes]) for one in own))
+
+    @property
+    def are_as_in_xla(self) -> bool:
+        """Whether XLA's model of collectives knows these hosts: it puts eight GPUs on each."""
+        counts = set(Counter(self.hosts).values())
+        return len(set(self.hosts)) < 2 or counts == {_IN_XLA}
 
     def takes(self, collective: Instruction, kind: str, size: int) -> float | None:
         """How long an instruction takes that is a collective of this kind with a result of so many

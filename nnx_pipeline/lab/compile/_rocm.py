@@ -160,10 +160,14 @@ def _compile(folder: Path, library: str, functions: Functions) -> None:
     options += [f"-Wl,--version-script={versions}"] if listed else []
     said = "found none"
     for compiler in _compilers():
-        done = subprocess.run(
-            [*compiler, *options, str(source)], capture_output=True, text=True, check=False
-        )
-        if done.returncode == 0:
+        try:
+            done = subprocess.run(
+                [*compiler, *options, str(source)], capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            said = f"{compiler[0]} does not start ({error.strerror})"
+            continue
+        if done.returncode == 0 and (folder / library).is_file():
             return
         said = f"{compiler[0]} failed ({(done.stderr.strip().splitlines() or [''])[0][:160]})"
     raise InputError(
