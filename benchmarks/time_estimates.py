@@ -575,8 +575,10 @@ def orders(results: dict[str, dict[str, Any]]) -> str:
         tokens = row.sequences * config_of(row).train.sequence_length
         return seconds / tokens / Platform.parse(row.platform).devices_per_chip
 
-    right = of_all = 0
+    right = of_all = across = 0
     for rows in by_model.values():
+        chips = [Platform.parse(row.platform).target for row in rows]
+        across += sum(one != other for one, other in itertools.combinations(chips, 2))
         measured = [per_token(row, row.measured) for row in rows]
         estimated = [per_token(row, results[row.what]["time"]["step_seconds"]) for row in rows]
         found = in_order(measured, estimated, CLEARLY_APART)
@@ -584,13 +586,16 @@ def orders(results: dict[str, dict[str, Any]]) -> str:
     return (
         f"Of the {of_all} pairs of these runs that are of one model and were measured "
         f"{100 * CLEARLY_APART:.0f} % or more apart, in tokens per second and chip, {right} are "
-        "estimated in the measured order."
+        f"estimated in the measured order. {across} of the pairs of one model are of different "
+        "chips, whose peaks alone say as much."
     )
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
     """The median error, how many runs lie in their band, and the orders, as a paragraph."""
     found = runs(results)
+    kept = {one["what"] for one in found}
+    left_out = "; ".join(row.what for row in ALL if row.what not in kept)
     apart = sorted(abs(one["estimated"] / one["measured"] - 1) for one in found)
     inside = total = 0
     for one in found:
@@ -601,7 +606,8 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     return (
         f"Of {len(found)} measured runs the median error is {100 * statistics.median(apart):.0f} "
         f"%, and the largest {100 * apart[-1]:.0f} %. {inside} of {total} lie in the band that the "
-        f"others of their kind give. {orders(results)}"
+        f"others of their kind give. Not among them are {left_out}, where another program was "
+        f"measured, or a nearer one is among them. {orders(results)}"
     )
 
 
