@@ -288,13 +288,14 @@ def test_bisect_goes_into_the_branch_of_a_merge(run: Run, folder: Folder) -> Non
         (("main", "jax==1"), 2, "give two revisions, or two versions of a package"),
         (("jax==0.12", "jax==0.11"), 2, "give an older and a newer version of one package"),
         (("main", "old"), 2, "is no ancestor of"),
+        (("old", "main"), 2, "there is no 'step'"),
     ],
 )
 def test_wrong_ends(
     run: Run, folder: Folder, ends: tuple[str, str], code: int, message: str
 ) -> None:
-    folder.commit("First", model=OLD)
+    folder.commit("First", model="x = 1")
     folder.git("tag", "old")
-    folder.commit("Second")
+    folder.commit("Second", model=OLD)
     ended = run("bisect", *ends, "model.py:step", *ARGUMENT)
     assert (ended.code, message in ended.err) == (code, True), ended.err

@@ -130,6 +130,8 @@ def test_words_of_a_verdict_where_nobody_claims_anything() -> None:
         ("step=8%", "the estimated step rises from 46.250 ms to 50.000 ms (+8.11%)"),
         ("step=8.2%", ""),
         ("heap=60%", ""),
+        ("account=1kB", "the account rises from"),
+        ("account=1TB", ""),
         ("peak=5%", "the peak is not known"),
     ],
 )

@@ -1,6 +1,7 @@
 """The fixture `compile_memory` and `--update-memory-budgets`, in projects made for each test."""
 
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -598,3 +599,46 @@ def test_the_platform_of_a_marker_is_what_is_compiled_for(project: Project) -> N
     project(test_step=step).assert_outcomes(failed=1)
     step = step.replace("@pytest.mark.memory_budget('1 kB', platform='cuda:h100:8')\n", "")
     project(test_step=step).assert_outcomes(passed=1)
+
+
+def committed(folder: Path) -> None:
+    git = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "First"]):
+        subprocess.run([*git, *words], check=True)
+
+
+def test_a_revision_instead_of_budgets(project: Project, pytester: pytest.Pytester) -> None:
+    """What needs more than at the revision fails, and what is new has nothing to be held against.
+
+    A budget that is recorded there counts for nothing.
+    """
+    (pytester.path / "test_old.py").write_text(STEP.format("lean"))
+    recorded = {key("test_old.py::test_step"): {"heap_bytes": 10**12}}
+    budgets.write_budgets(pytester.path / budgets.FILE, recorded)
+    committed(pytester.path)
+    more = MODEL.replace(
+        "def lean(x, w):", "def lean(x, w):\n    return kept(x, w)\n\n\ndef was(x, w):"
+    )
+    (pytester.path / "model.py").write_text(more)
+    result = project("--memory-baseline", "HEAD", test_new=STEP.format("several"))
+    result.assert_outcomes(passed=1, failed=1)
+    said = output(result)
+    assert re.search(r"FAILED test_old.py::test_step - .*, HEAD \d", said)
+    assert "test_new.py::test_step on cpu: HEAD has no figures of it" in said
+    assert budgets.read_budgets(pytester.path / budgets.FILE) == recorded
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory-baseline", "nope"), "'nope' is no revision of"),
+        (("--memory-baseline=HEAD", UPDATE), "cannot be combined with --memory-baseline"),
+    ],
+)
+def test_a_revision_that_cannot_be_taken(
+    project: Project, pytester: pytest.Pytester, words: tuple[str, ...], message: str
+) -> None:
+    committed(pytester.path)
+    result = project(*words, test_step=STEP.format("lean"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in "\n".join([*result.outlines, *result.errlines])

@@ -1,6 +1,5 @@
 """Environments with other versions of packages, made by pip and kept in the cache folder."""
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -45,12 +44,10 @@ class Environment:
         # What these add would come before its own packages.
         return {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"} if self.packages else {}
 
-    @contextlib.contextmanager
-    def behind(self, folder: Path) -> Iterator[dict[str, list[str]]]:
+    def behind(self, folder: Path) -> dict[str, list[str]]:
         """The folders of packages, and others, that come last on its path; links in `folder`."""
         if not self.packages:
-            yield {"packages": [], "paths": []}
-            return
+            return {"packages": [], "paths": []}
         library = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
         inside = [Path(one) for one in sys.path if one and Path(one).is_dir()]
         sites = [one for one in inside if one.name in ("site-packages", "dist-packages")]
@@ -61,7 +58,7 @@ class Environment:
             for one in site.iterdir():
                 if "jax" not in self.packages or not _OF_JAX.fullmatch(one.name):
                     (links / one.name).symlink_to(one)
-        yield {"packages": [*map(str, linked)], "paths": [*map(str, others)]}
+        return {"packages": [*map(str, linked)], "paths": [*map(str, others)]}
 
 
 HERE = Environment()

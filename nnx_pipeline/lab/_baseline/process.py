@@ -76,14 +76,14 @@ def started(
 ) -> tuple[int, str]:
     """Runs a function of `child` with words; returns the exit code and standard error."""
     roots = {"root": str(files.root), "files": str(files.folder)} if files else {}
-    with environment.behind(folder) as paths:
-        job = json.dumps({"what": what, "root": None, "files": None, **paths, **roots})
-        return execute(
-            [environment.python, "-P", "-c", START, job, *words],
-            say=say,
-            environment={**os.environ, **environment.variables},
-            folder=files.here() if files else None,
-        )
+    paths = environment.behind(folder)
+    job = json.dumps({"what": what, "root": None, "files": None, **paths, **roots})
+    return execute(
+        [environment.python, "-P", "-c", START, job, *words],
+        say=say,
+        environment={**os.environ, **environment.variables},
+        folder=files.here() if files else None,
+    )
 
 
 def _reason(code: int, said: str) -> str:

@@ -76,13 +76,10 @@ class Repository:
         InputError unless `good` is an ancestor."""
         if self._run("merge-base", "--is-ancestor", good.id, bad.id).returncode:
             raise InputError(f"{good} is no ancestor of {bad}; the good revision is the older one")
-        return self._along(good, bad)
+        return self.along(good, bad)
 
-    def between_merged(self, trunk: Commit, branch: Commit) -> list[Commit]:
-        """The commits of a branch that its trunk has not, oldest first."""
-        return self._along(trunk, branch)
-
-    def _along(self, without: Commit, end: Commit) -> list[Commit]:
+    def along(self, without: Commit, end: Commit) -> list[Commit]:
+        """The first parents of `end` and itself that `without` does not have, oldest first."""
         options = ("--first-parent", "--reverse", "--format=%H %s")
         listed = self.read("log", *options, f"{without.id}..{end.id}")
         return [Commit(*line.split(" ", 1)) for line in listed.splitlines()]

@@ -25,7 +25,7 @@ from nnx_pipeline.lab._report.columns import Column, Columns
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab.comparison.limit import Limit, in_units, parse_limit
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import InputError, Unavailable
 
 _ENOUGH = 0.01  # the share by which BAD must be above GOOD where no limit is given
 
@@ -34,8 +34,9 @@ _ENOUGH = 0.01  # the share by which BAD must be above GOOD where no limit is gi
 class Search:
     """The states between a good and a bad one, and what was measured of them.
 
-    - `measure`: compiles one of them; raises InputError, or returns why it did not compile.
-    - `found`: what it returned, by the state, in the order in which they were compiled.
+    - `measure`: compiles one of them, or returns why it did not compile; may raise InputError and
+      Unavailable.
+    - `found`: what came of it, by the state, in the order in which they were compiled.
     """
 
     measure: Callable[[Any], Measurement | str]
@@ -46,13 +47,13 @@ class Search:
         if state not in self.found:
             try:
                 self.found[state] = self.measure(state)
-            except InputError as error:
+            except (InputError, Unavailable) as error:
                 self.found[state] = str(error)
         return self.found[state]
 
     def end(self, state: Any) -> Measurement:
-        """One of the two given states, which must compile; raises Failed."""
-        found = self.of(state)
+        """One of the two given states, which must compile; raises what `measure` does, or Failed."""
+        found = self.found[state] = self.measure(state)
         if isinstance(found, str):
             raise Failed(f"{state} did not compile, and the search needs it: {found}")
         return found
@@ -121,7 +122,7 @@ def _commits(
     first = search.first_beyond(states, limit)
     while len(first) == 1 and len(parents := repository.parents(first[0])) == 2:
         # What a merge brought in is on the way from where its branch began.
-        merged = repository.between_merged(*parents)
+        merged = repository.along(*parents)
         found = search.of(parents[1])
         value = None if isinstance(found, str) else limit.of(found)
         if not merged or value is None or value <= limit.value:

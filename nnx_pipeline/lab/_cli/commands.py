@@ -245,14 +245,7 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
 )
 @subject_options
 @options.target_options()
-@click.option(
-    "--top",
-    type=options.COUNT,
-    default=20,
-    show_default=True,
-    metavar="N",
-    help="Rows of the table; all other buffers are summed in one more row.",
-)
+@options.top_option
 @options.memory_options
 def memory_command(
     name: str | None,

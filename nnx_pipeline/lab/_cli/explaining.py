@@ -18,14 +18,7 @@ from nnx_pipeline.lab.errors import InputError
     "--xla_dump_hlo_as_text' python train.py and then nnx-pipeline explain dump",
 )
 @click.argument("source", metavar="FILE|DIR")
-@click.option(
-    "--top",
-    type=options.COUNT,
-    default=20,
-    show_default=True,
-    metavar="N",
-    help="Rows of the table; all other buffers are summed in one more row.",
-)
+@options.top_option
 @options.report_options
 def explain_command(source: str, top: int, outputs: Outputs) -> None:
     """Say what a program that others compiled holds in memory, and what would make it smaller.

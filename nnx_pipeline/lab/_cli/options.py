@@ -58,6 +58,14 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "json_path", metavar="PATH", help=text)(command)
 
 
+top_option = click.option(
+    "--top",
+    type=COUNT,
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Rows of the table; all other buffers are summed in one more row.",
+)
 explain_option = click.option(
     "--explain", is_flag=True, help="Say below the tables what their words mean."
 )

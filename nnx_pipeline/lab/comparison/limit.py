@@ -61,9 +61,12 @@ class Limit:
         name, arms = outcome.question.name, (outcome.a, outcome.b)
         what = "the estimated step" if self.figure == "step" else f"the {self.figure}"
         before, after = (self.of(arm) if arm else None for arm in arms)
-        if before is None or after is None or (self.figure == "step" and not _are_alike(arms)):
+        if self.share is not None and self.figure == "step" and not _are_alike(arms):
+            before = None
+        most = self.value if self.share is None else before and before * (1 + self.share)
+        if after is None or most is None:
             return f"{name}: {what} is not known, and {option} limits it to {self}"
-        if after <= (self.value if self.share is None else before * (1 + self.share)):
+        if after <= most:
             return ""
         share = f"{after / before - 1:+.2%}" if before else "from nothing"
         first, second = (in_units(self.figure, value) for value in (before, after))

@@ -36,7 +36,7 @@ def budgets_at(config: pytest.Config, revision: str) -> str:
         written = folder / config.rootpath.resolve().relative_to(repository.root.resolve())
         # What was recorded there may be of tests that fail now.
         (written / budgets.FILE).unlink(missing_ok=True)
-        words = _words(config, revision)
+        words = _words(config)
         code, said = started("run_tests", words, HERE, files, Path(made), lambda line: None)
         if code not in _ENDED:
             last = [line.strip() for line in said.splitlines() if line.strip()][-1:]
@@ -45,7 +45,7 @@ def budgets_at(config: pytest.Config, revision: str) -> str:
         return found.read_text("utf-8") if found.exists() else budgets.to_toml({})
 
 
-def _words(config: pytest.Config, revision: str) -> list[str]:
+def _words(config: pytest.Config) -> list[str]:
     """The words of this run without the option, and without what would write its reports."""
     given: Sequence[str] = config.invocation_params.args
     kept = [word for word in given if not word.startswith((f"{OPTION}=", *_REPORTS))]
