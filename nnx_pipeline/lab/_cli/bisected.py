@@ -52,7 +52,7 @@ class Search:
         return self.found[state]
 
     def end(self, state: Any) -> Measurement:
-        """One of the two given states, which must compile; raises what `measure` does, or Failed."""
+        """One of the two given states; raises as `measure`, and Failed if it did not compile."""
         found = self.found[state] = self.measure(state)
         if isinstance(found, str):
             raise Failed(f"{state} did not compile, and the search needs it: {found}")
