@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from test_tables import text
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._baseline import environment, process
 from nnx_pipeline.lab._baseline.environment import Unavailable, Wanted
+from nnx_pipeline.lab._cli import bisected
 from nnx_pipeline.lab._cli.across import parse_versions
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.versions_table import versions_view
@@ -49,7 +51,7 @@ class Machine:
         self.pip: dict[str, str] = {}
         self.heaps: dict[str, float] = {}
         self.failures: dict[str, tuple[int, str]] = {}
-        self.made: dict[str, str] = {}
+        self.published = ["80.4.0", "80.3.0", NEW, OLD, "0.9"]
 
     def execute(
         self,
@@ -58,9 +60,12 @@ class Machine:
         say: Any = None,
         environment: Any = None,
         folder: Any = None,
+        keep_output: bool = False,
     ) -> Any:
         self.commands.append(list(command))
         python, *rest = command
+        if rest[:3] == ["-m", "pip", "index"]:
+            return 0, f"jax (80.4.0)\nAvailable versions: {', '.join(self.published)}\n"
         if rest[:2] == ["-m", "venv"]:
             folder = Path(rest[2])
             (folder / "bin").mkdir(parents=True)
@@ -72,7 +77,8 @@ class Machine:
         if "--json" not in rest:  # asks a Python for its version
             return 0, ""
         say("compiling")
-        version = next((v for v in (OLD, NEW) if f"jax-{v}-" in python), HERE)
+        of_environment = re.search(r"/jax-([\d.]+)-", python)
+        version = of_environment[1] if of_environment else HERE
         if version in self.failures:
             code, said = self.failures[version]
             return code, f"compiling\n{said}\n"
@@ -84,14 +90,14 @@ class Machine:
         if python != sys.executable:  # all packages but those of another JAX
             assert environment["PYTHONPATH"] == ""
             assert {"flax", "jaxtyping"} <= set(behind)
-            assert not {"jax", "jaxlib", "libtpu"} & set(behind)
+            assert not {"jax", "jaxlib", "libtpu"} & set(behind) or "/jax-" not in python
         return 0, "compiling\n"
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    for module in (environment, process):
+    for module in (environment, process, bisected):
         monkeypatch.setattr(module, "execute", made.execute)
     return made
 
@@ -295,3 +301,34 @@ def test_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said.clear()
     assert python_with(HERE, "cpu", tmp_path, said.append) == python
     assert said == []
+
+
+def test_beside_another_version(run: Run, machine: Machine) -> None:
+    machine.heaps = {OLD: 2.0}
+    ended = run("compare", "tiny", "--with", f"jax=={OLD}", "--platform", "cpu", "--json", "-")
+    assert ended.code == 0, ended.err
+    arms = ended.json["experiments"][0]["arms"]
+    assert [arms[key]["label"] for key in "ab"] == [f"jax=={OLD}", f"jax=={HERE}"]
+    assert [arms[key]["versions"]["jax"] for key in "ab"] == [OLD, HERE]
+    assert arms["a"]["memory"]["heap_bytes"] > arms["b"]["memory"]["heap_bytes"]
+
+
+def test_a_package_that_is_not_jax_is_installed_alone(run: Run, machine: Machine) -> None:
+    ended = run("compare", "tiny", "--with", "optax==99.1", "--platform", "cpu")
+    assert ended.code == 0, ended.err
+    (installed,) = (command for command in machine.commands if "install" in command)
+    assert installed[-2:] == ["--no-deps", "optax==99.1"]
+
+
+@pytest.mark.parametrize("broken", [(), (NEW,)])
+def test_the_version_after_which_it_needs_more(
+    run: Run, machine: Machine, broken: tuple[str, ...]
+) -> None:
+    """One that does not compile may be the first as well."""
+    machine.heaps = {"80.3.0": 2.0, "80.4.0": 2.0}
+    machine.failures = dict.fromkeys(broken, (1, "nnx-pipeline: too large"))
+    ended = run("bisect", f"jax=={OLD}", "jax==80.4.0", "tiny", "--platform", "cpu", "--json", "-")
+    assert ended.code == 0, ended.err
+    found = [one["version"].removeprefix("jax==") for one in ended.json["first"]]
+    assert found == [*broken, "80.3.0"]
+    assert "jax==0.9" not in str(ended.json["compiled"])

@@ -62,7 +62,10 @@ def run_platforms(
     # What does not go with the mesh is said before minutes of work. AMD's plugin must be there when
     # JAX starts, every other one may start it, and the devices here start it for good.
     for one in sorted(platforms, key=lambda one: (one.kind == "local", one.kind != "rocm")):
-        mesh_on(subject.mesh, one.devices(subject.mesh.num_devices))
+        try:
+            mesh_on(subject.mesh, one.devices(subject.mesh.num_devices))
+        except InputError as error:
+            raise InputError(f"--platform {one}: {error}") from error
     rows: list[Row] = []
     refused: list[InputError] = []
     for platform in platforms:

@@ -41,7 +41,7 @@ _NO_GAIN = (
 
 def explanation_view(found: Explanation, *, top: int) -> RenderableType:
     """All tables of an explanation, with `top` rows of the largest buffers."""
-    parts: list[RenderableType] = [Text(f"{found.source}", style="bold")]
+    parts: list[RenderableType] = [Text(found.source, style="bold")]
     program = found.program
     if message := found.main:
         parts += [*_messages(found.messages), *_sizes(message)]

@@ -109,41 +109,28 @@ def _logits(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
     if not logits:
         return
     _, largest = max(logits, key=lambda pair: pair[0].bytes)
-    vocabulary = max(largest.dims)
     used = [row for row, shape in logits if shape.elements == largest.elements]
-    gain = None
-    if placed:
-        size = largest.elements
-        weights = {_sizes(one) for item in placed.arguments for one in item.shapes}
-        table = max(
-            (
-                shape.elements * 4
-                for item in placed.arguments
-                for shape in item.shapes
-                if vocabulary in shape.dims and len(shape.dims) > 1
-            ),
-            default=None,
-        )
-        gain = (
-            None
-            if table is None
-            else placed.gain(
-                _part_of(
-                    lambda shape: (
-                        shape.elements == size
-                        and vocabulary in shape.dims
-                        and _sizes(shape) not in weights
-                    )
-                ),
-                table,
-            )
-        )
+    gain = _gain_of_logits(largest, placed) if placed else None
     what = (
         f"the loss for a part of the tokens at a time, here {PARTS} parts: a jax.lax.scan over "
         "them with jax.checkpoint around its body"
     )
     why = f"logits of all tokens at once, {used[0].shape}"
     yield _cure(what, why, used, gain), used
+
+
+def _gain_of_logits(logits: Shape, placed: Placed) -> int | None:
+    """None where no argument is the matrix that makes them."""
+    vocabulary = max(logits.dims)
+    shapes = [shape for item in placed.arguments for shape in item.shapes]
+    tables = [one.elements for one in shapes if vocabulary in one.dims and len(one.dims) > 1]
+    weights = {_sizes(shape) for shape in shapes}
+
+    def are_logits(shape: Shape) -> bool:
+        whole = shape.elements == logits.elements and vocabulary in shape.dims
+        return whole and _sizes(shape) not in weights
+
+    return placed.gain(_part_of(are_logits), 4 * max(tables)) if tables else None
 
 
 def _part_of(chosen: Callable[[Shape], bool]) -> Kept:
