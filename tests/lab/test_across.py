@@ -311,6 +311,10 @@ def test_beside_another_version(run: Run, machine: Machine) -> None:
     assert [arms[key]["label"] for key in "ab"] == [f"jax=={OLD}", f"jax=={HERE}"]
     assert [arms[key]["versions"]["jax"] for key in "ab"] == [OLD, HERE]
     assert arms["a"]["memory"]["heap_bytes"] > arms["b"]["memory"]["heap_bytes"]
+    shown = run("compare", "tiny", "--with", f"jax=={OLD}", "--platform", "cpu").out
+    compilers = [line for line in shown.splitlines() if line.startswith("compiler: ")]
+    for version, line in zip((OLD, HERE), compilers, strict=True):
+        assert f"jax {version}," in line
 
 
 def test_a_package_that_is_not_jax_is_installed_alone(run: Run, machine: Machine) -> None:

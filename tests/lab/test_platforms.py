@@ -244,3 +244,12 @@ def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatc
     assert ended.code == 1
     assert "cpu: no room" in ended.out
     assert "failed: cpu" in ended.err
+
+
+def test_the_platform_that_a_mesh_does_not_fit_is_named(run: Run) -> None:
+    two = ("--platform", "cpu", "--platform", "tpu:v5p:2x2x1")
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    ended = run("compare", "tiny", "--mesh", "fsdp=8", *two)
+    assert ended.code == 2
+    assert "--platform tpu:v5p:2x2x1: mesh fsdp=8 needs 8 devices" in ended.err

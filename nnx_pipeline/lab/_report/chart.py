@@ -48,7 +48,7 @@ def outcomes_chart(
             bars += _bars(other, group_heading(other, drawn, by), by, drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
-    small_print = figures.compiler(measured[0]) if measured else ""
+    small_print = "; ".join(dict.fromkeys(map(figures.compiler, measured)))
     return make_chart(headed(title, outcomes), bars, small_print, what)
 
 

@@ -108,7 +108,8 @@ def closing_remarks(
     measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
 ) -> list[Remark]:
     """The remarks below a table: compiler, blind spots, what does not fit, what is cached."""
-    remarks = [Remark(f"compiler: {compiler(measured[0])}")] if measured else []
+    # Arms that are compiled with other packages have a line each.
+    remarks = [Remark(f"compiler: {one}") for one in dict.fromkeys(map(compiler, measured))]
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
     remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
     remarks += warnings(unread_lines(measured))
