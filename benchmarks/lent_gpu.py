@@ -78,8 +78,8 @@ ABOUT = """# One {device} beside the lab's estimates
 {timed}
 Milliseconds of a product, a training step or a layer forward and backward, on one device. Estimated
 is what the lab says of the very program that ran, compiled on the GPU, and without a GPU what it
-says of the same function compiled where there is none; ≥ is a lower bound. The errors say by how
-much an estimate is longer. Made by `python benchmarks/lent_gpu.py` with {versions}.
+says of the same function compiled where there is none. Of ≳ a part counts at its least. The errors
+say by how much an estimate is longer. Made by `python benchmarks/lent_gpu.py` with {versions}.
 
 | program | measured | estimated | error | without a GPU | error |
 |---|--:|--:|--:|--:|--:|
@@ -191,7 +191,7 @@ def row(case: Case, platform: Platform, device: jax.Device, *, real: bool) -> di
             if found is None:
                 raise InputError("the lab has no estimate of this program")
             estimate = {"without": found.step_seconds / case.count}
-            return {**estimate, "is_lower_bound": found.is_lower_bound, "bytes": bytes_of(compiled)}
+            return {**estimate, "is_partial": found.is_partial, "bytes": bytes_of(compiled)}
         seconds = found.step_seconds if found else None
         calls = max(1, math.ceil(SHORTEST / (seconds or SHORTEST)))
         took = measured(compiled, arguments, calls, donated=case.kind == "steps") / case.count
@@ -264,7 +264,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"| {row['name']} | {row['reason']} | – | – | – | – |"
     cells = [_milliseconds(row.get("measured"))]
     for estimate in ESTIMATES:
-        error, least = _error(row, estimate), "≥ " * row.get("is_lower_bound", False)
+        error, least = _error(row, estimate), "≳ " * row.get("is_partial", False)
         shown = least * (estimate in row) + _milliseconds(row.get(estimate))
         cells += [shown, "–" if error is None else f"{error:+.1%}"]
     return f"| {' | '.join([row['name'], *cells])} |"

@@ -24,18 +24,18 @@ def known_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(band, "runs", lambda: RUNS)
 
 
-BOTH = "all models on v5p and v6e"
+BOTH = "all models on v5p, v6e"
 
 
 @pytest.mark.parametrize(
     ("basis", "program", "but", "kind", "within", "count"),
     [
-        ("cycles", "dense", "", "dense models on v5p and v6e", "−10 % to +30 %", "3 runs"),
+        ("cycles", "dense", "", "dense models on v5p, v6e", "−10 % to +30 %", "3 runs"),
         ("cycles", "dense", "c", "dense models on v5p", "−10 % to +5 %", "2 runs"),
         # One run alone is no band: those of all models count.
         ("cycles", "experts", "", BOTH, "−50 % to +30 %", "4 runs"),
         ("cycles", "", "", BOTH, "−50 % to +30 %", "4 runs"),
-        ("xla-model", "dense", "", "all models on h100", "+20 %", "1 run"),
+        ("xla-model", "dense", "", "dense models on h100", "+20 %", "1 run"),
     ],
 )
 def test_the_band_of_a_kind(

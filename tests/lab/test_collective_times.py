@@ -211,7 +211,7 @@ def test_slices_exchange_beside_links_and_compute() -> None:
     assert time.collective_seconds == pytest.approx(2 * 0.5e-3 + 2e-3)
     assert time.exposed_seconds == pytest.approx(2 * 0.5e-3 + 0.5e-3)
     assert time.step_seconds == pytest.approx(2e-3)  # the network is the last to end
-    assert time.is_lower_bound
+    assert time.is_partial
     assert [one.reason for one in found.bounds] == [
         "the network between slices counts at its nominal rate"
     ]

@@ -206,19 +206,25 @@ BOUNDS = {
 }
 
 
+@pytest.mark.parametrize(("field", "sign"), [("is_lower_bound", "≥"), ("is_partial", "≳")])
 @pytest.mark.parametrize("case", BOUNDS)
-def test_no_more_is_said_than_follows_from_bounds(case: tuple[bool, bool, int, int]) -> None:
+def test_no_more_is_said_than_follows_from_bounds(
+    case: tuple[bool, bool, int, int], field: str, sign: str
+) -> None:
     """A step that is longer than it says may be the longer one after all."""
     found = outcome("norm-scale")
     assert found.a
     times = (
-        dataclasses.replace(TIME, step_seconds=1e-3 * ms, is_lower_bound=least)
+        dataclasses.replace(TIME, step_seconds=1e-3 * ms, **{field: least})
         for least, ms in zip(case[:2], case[2:], strict=True)
     )
     one, other = (dataclasses.replace(found.a, time=time) for time in times)
     told = dataclasses.replace(found, a=one, b=other)
     first, *rest = (line.text for line in closing_sentences([told, told]))
-    assert first.endswith(f" and {BOUNDS[case]}")
+    wanted = BOUNDS[case].replace("≥", sign)
+    if sign == "≳":
+        wanted = wanted.replace("the lower bound of the step", "the estimated step (≳)")
+    assert first.endswith(f" and {wanted}")
     alike = case[0] == case[1]
     assert [line for line in rest if "saves" in line] == (
         ["Of these 2 changes norm-scale saves most time, 5.00 ms per step by lower bounds."]
@@ -242,6 +248,9 @@ def test_nothing_follows_from_the_longest_branch() -> None:
     one, other = (dataclasses.replace(found.a, time=time) for time in times)
     (said,) = closing_sentences([dataclasses.replace(found, a=one, b=other)])
     assert said.text.endswith("≥ 10.00 ms and 5.00 ms, which leaves open which is shorter.")
+    part = dataclasses.replace(found.a, time=dataclasses.replace(TIME, is_partial=True))
+    (said,) = closing_sentences([dataclasses.replace(found, a=one, b=part)])
+    assert said.text.endswith("≥ 10.00 ms and ≳ 46.25 ms, which leaves open which is shorter.")
 
 
 def test_sentences_say_what_a_comparison_has_shown() -> None:

@@ -147,13 +147,15 @@ def test_time_that_is_partly_unknown() -> None:
     assert "– launches" in shown
 
 
-def test_a_lower_bound_is_shown_as_one() -> None:
-    shown = text(time_table(dataclasses.replace(TIME, is_lower_bound=True)))
-    figures = dict(re.findall(r"│ +(.+?) +│ +([≥ \d.,–]+?) │", shown))
-    assert (figures["compute"], figures["= step"]) == ("≥ 35.31", "≥ 46.25")
-    assert figures["step if all of them were hidden"] == "≥ 35.31"
+@pytest.mark.parametrize(("field", "signs"), [("is_lower_bound", "≥≤"), ("is_partial", "≳≲")])
+def test_a_lower_bound_is_shown_as_one(field: str, signs: str) -> None:
+    least, most = signs
+    shown = text(time_table(dataclasses.replace(TIME, **{field: True})))
+    figures = dict(re.findall(r"│ +(.+?) +│ +([≥≳ \d.,–]+?) │", shown))
+    assert (figures["compute"], figures["= step"]) == (f"{least} 35.31", f"{least} 46.25")
+    assert figures["step if all of them were hidden"] == f"{least} 35.31"
     assert figures["all collectives"] == "11.40"
-    assert "MFU ≤ 3.0%, HFU ≤ 12.4%, bubble 27.3%" in shown
+    assert f"MFU {most} 3.0%, HFU {most} 12.4%, bubble 27.3%" in shown
     sort = Unread(name="s", what="sort", figures=("time_bound",), executed=2, reason="unknown")
     found = dataclasses.replace(measurement(attribution()), unread=(sort,))
     line = "only a lower bound in the estimated time: sort s (2 times per step): unknown"

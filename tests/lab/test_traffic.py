@@ -101,7 +101,7 @@ ENTRY %main (x: f32[2000]) -> f32[2000] {{
 """
     )
     found = estimate(text)
-    assert (found.time.compute_seconds, found.time.is_lower_bound) == (size / 100, True)
+    assert (found.time.compute_seconds, found.time.is_partial) == (size / 100, True)
     assert [one.name for one in found.bounds] == ["s"]
     # On a GPU S(1) is memory of the device too.
     gpu = Links(dataclasses.replace(SIMPLE, clock=None), LINE.shape, LINE.places)

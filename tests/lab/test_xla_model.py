@@ -206,7 +206,7 @@ def test_what_has_no_figure() -> None:
     )
     assert seconds(ordered) == pytest.approx(2e6 / 3350e9)
     assert [found.reason for found in ordered.bounds] == [ONE_PASS]
-    assert ordered.time.is_lower_bound
+    assert ordered.time.is_partial
     call = """%y = bf16[2,6,512,64]{3,2,1,0} custom-call(%a, %a, %a),
     custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{
     "fmha_scale":1.0,"mask_type":"NO_MASK","sliding_window_length":0}}"""
@@ -217,11 +217,11 @@ def test_what_has_no_figure() -> None:
     assert (named.what, named.figures) == ("__cudnn$fmhaSoftmax", ("time_rule",))
     assert named.reason == AT_A_SHARE
     assert "at 65 % of the peak" in AT_A_SHARE
-    assert not attention.time.is_lower_bound
+    assert not attention.time.counts_least
 
 
 def test_a_kernel_written_by_hand() -> None:
-    """At 65 % of the peak, and named; in float32 it may multiply more slowly, a lower bound."""
+    """At 65 % of the peak, and named; in float32 it may multiply more slowly."""
     call = (
         '%y = bf16[512,512]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", '
         'backend_config={"metadata":"{\\"flops\\": 6500000000, \\"bytes_accessed\\": 5000}"}'
@@ -229,10 +229,10 @@ def test_a_kernel_written_by_hand() -> None:
     found = one(call, "a = bf16[512,512]{1,0}")
     assert seconds(found) == pytest.approx(6.5e9 / (0.65 * 989e12))
     assert [item.reason for item in found.assumed] == [AT_A_SHARE]
-    assert (found.bounds, found.time.is_lower_bound) == ((), False)
+    assert (found.bounds, found.time.counts_least) == ((), False)
     wide = one(call.replace("bf16", "f32"), "a = f32[512,512]{1,0}")
     assert seconds(wide) == pytest.approx(6.5e9 / 989e12)
-    assert (wide.assumed, wide.time.is_lower_bound) == ((), True)
+    assert (wide.assumed, wide.time.is_partial) == ((), True)
 
 
 def gathered(config: str, group: str, devices: int) -> Estimate:

@@ -10,8 +10,8 @@ from nnx_pipeline.lab._report.sweep import (
     PANELS,
     UNITS,
     figures_of,
-    is_bound,
     places_of,
+    sign_of,
     slope_words,
 )
 from nnx_pipeline.lab._report.view.figures import DASH
@@ -80,7 +80,7 @@ def _chart(name: str, sweep: Sweep) -> Markup | None:
             for at, place, value in zip(places, sweep.names(), values, strict=True)
             if value is not None
         ]
-    title = _TITLES[name] + ", lower bounds" * is_bound(name, sweep)
+    title = _TITLES[name] + sign_of(name, sweep)
     ticks = [
         element("span", place, style=f"left:{100 * x.share(at):.2f}%")
         for at, place in zip(places, sweep.names(), strict=True)

@@ -107,7 +107,7 @@ def _time(found: Measurement) -> str:
 
 def _cells(found: Measurement, scale: float) -> list[str]:
     rate, time, size = found.rate, found.time, found.device_memory_bytes
-    most = "≤ " if time and time.is_lower_bound else ""
+    most = figures.most(time)
     return [
         found.platform,
         str(found.chips),
@@ -124,4 +124,4 @@ def _cost(found: Measurement) -> str:
     cost = found.rate.cost_of(10**9) if found.rate else None
     if cost is None or found.time is None:
         return DASH
-    return f"{'≥ ' * found.time.is_lower_bound}{cost:,.2f}"
+    return f"{figures.sign(found.time)}{cost:,.2f}"

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
-from nnx_pipeline.lab._report.view.figures import DASH, compiler, estimated, megabytes
+from nnx_pipeline.lab._report.view.figures import DASH, compiler, estimated, megabytes, sign
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks, settings_lines
 from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep, is_number
 
@@ -110,7 +110,7 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
 
 
 def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
-    title, unit = PANELS[name] + ", lower bounds" * is_bound(name, sweep), UNITS[name]
+    title, unit = PANELS[name] + sign_of(name, sweep), UNITS[name]
     axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axes.set_xlabel(sweep.heading(), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -134,10 +134,11 @@ def _draw(axes: "Axes", name: str, sweep: Sweep) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def is_bound(name: str, sweep: Sweep) -> bool:
-    """Whether a figure is a lower bound for any program."""
+def sign_of(name: str, sweep: Sweep) -> str:
+    """What stands before the step of any of the programs, in brackets."""
     results = [point.result for _, points in sweep.arms for point in points if point.result]
-    return name == "step_seconds" and any(one.time and one.time.is_lower_bound for one in results)
+    signs = {sign(one.time).strip() for one in results if name == "step_seconds"} - {""}
+    return f" ({' or '.join(sorted(signs))})" if signs else ""
 
 
 def places_of(points: Sequence[Point]) -> list[float]:

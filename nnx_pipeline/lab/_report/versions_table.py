@@ -71,14 +71,14 @@ def _figures(rows: Sequence[Row]) -> Columns:
     first = _values(rows[0])
     for row in rows:
         values = _values(row)
-        least = "≥ " * _is_bound(row)
+        least = _sign(row)
         shown = (
             f"{least if figure.group == 'time' and value is not None else ''}{figure.text(value)}"
             for value, figure in zip(values, FIGURES.values(), strict=True)
         )
         table.add_row(row["version"], *shown)
         if row is not rows[0] and not row["error"]:
-            alike = _is_bound(rows[0]) == _is_bound(row)  # else the times say nothing of each other
+            alike = _sign(rows[0]) == _sign(row)  # else the times say nothing of each other
             changes = (
                 _change(before, after) if alike or figure.group != "time" else DASH
                 for before, after, figure in zip(first, values, FIGURES.values(), strict=True)
@@ -87,8 +87,9 @@ def _figures(rows: Sequence[Row]) -> Columns:
     return table
 
 
-def _is_bound(row: Row) -> bool:
-    return bool((row.get("time") or {}).get("is_lower_bound"))
+def _sign(row: Row) -> str:
+    time = row.get("time") or {}
+    return "≥ " if time.get("is_lower_bound") else "≳ " if time.get("is_partial") else ""
 
 
 def _values(row: Row) -> list[float | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 Program = Literal["dense", "experts", ""]
-FEWEST = 2  # runs of a kind; for fewer those of all models count
+FEWEST = 2  # runs of a kind; for fewer all runs count
 _WORDS = {"dense": "dense models", "experts": "models with experts"}
 
 
@@ -66,7 +66,9 @@ def runs() -> tuple[Run, ...]:
 
 
 def band_of(basis: str, program: Program, *, but: str = "") -> Band | None:
-    """The band of a kind of step; of all models where too few of its kind were measured.
+    """The band of a kind of step; of all that were measured where too few of its kind were.
+
+    `Band.kind` names the models and chips of the runs, which need not be those of the step.
 
     - `basis`: by what the step is estimated.
     - `program`: what is trained, "" where that is not known.
@@ -76,11 +78,11 @@ def band_of(basis: str, program: Program, *, but: str = "") -> Band | None:
     """
     of_basis = [run for run in runs() if run.basis == basis and run.what != but]
     alike = [run for run in of_basis if run.program == program]
-    kind = _WORDS.get(program, "")
-    if len(alike) < FEWEST:
-        alike, kind = of_basis, "all models"
+    alike = alike if len(alike) >= FEWEST else of_basis
     if not alike:
         return None
     shares = [run.apart for run in alike]
-    kind += f" on {' and '.join(dict.fromkeys(run.chip for run in alike))}"
-    return Band(kind=kind, runs=len(alike), least=min(shares), most=max(shares))
+    programs = {_WORDS[run.program] for run in alike}
+    models = "all models" if len(programs) > 1 else programs.pop()
+    chips = ", ".join(dict.fromkeys(run.chip for run in alike))
+    return Band(kind=f"{models} on {chips}", runs=len(alike), least=min(shares), most=max(shares))

@@ -39,7 +39,8 @@ class Estimate:
         known = whole and all_sent
         busy = span.compute + span.stalled
         at_peak = self._seconds_at_peak
-        counts_least = self._basis == "roofline" or bool(self.bounds)
+        is_roofline, is_open = self._basis == "roofline", bool(self._guessed)
+        counts_least = is_roofline or bool(self.bounds)
         return Time(
             basis=self._basis,
             known_seconds=span.compute,
@@ -52,8 +53,9 @@ class Estimate:
             range_seconds=(max(busy, span.collective), busy + span.collective) if known else None,
             hfu=at_peak / span.total if known and at_peak is not None and span.total else None,
             launches=sum(row.launches for row in self.rows) if whole else None,
-            is_lower_bound=counts_least and not self._guessed,
-            is_open=counts_least and bool(self._guessed),
+            is_lower_bound=is_roofline and not is_open,
+            is_partial=counts_least and not is_roofline and not is_open,
+            is_open=counts_least and is_open,
             peak_flops=device.flops["bf16"],
             rows=self.rows,
         )

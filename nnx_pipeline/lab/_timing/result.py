@@ -48,8 +48,9 @@ class Time:
       dtype; the same of those that the model needs, of `peak_flops` in bfloat16.
     - `bubble_share`: the part of the compute of a pipeline's ticks that is discarded.
     - `launches`: how many instructions with a time run, collectives left out.
-    - `is_lower_bound`: a step takes at least that long; `is_open`: so it would, but the longest
-      branch of a conditional counts, and another may run.
+    - `is_lower_bound`: a step takes at least that long, as of every roofline; `is_partial`: an
+      estimate of which a part counts with the least that it takes; `is_open`: either would be, but
+      the longest branch of a conditional counts, and another may run.
     - `program`: what is trained, "" where that is not known.
     """
 
@@ -68,6 +69,7 @@ class Time:
     launches: int | None
     peak_flops: float
     is_lower_bound: bool = False
+    is_partial: bool = False
     is_open: bool = False
     program: Program = ""
     rows: tuple[TimeRow, ...] = ()
@@ -78,14 +80,27 @@ class Time:
         return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share, program=program)
 
     @property
+    def counts_least(self) -> bool:
+        """Whether all or a part of it counts with the least that it takes."""
+        return self.is_lower_bound or self.is_partial
+
+    @property
     def band(self) -> Band | None:
         """How far measured steps of this kind lay from their estimates; None for too few."""
         return band_of(self.basis, self.program) if self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
         """The figures as `--json` writes them, without the rows."""
-        more = ("basis", "is_lower_bound", "is_open", "known_seconds", "range_seconds")
-        names = (*KEYS, *more, "memory_wait_seconds", "host_seconds", "peak_flops", "program")
+        more = ("basis", "is_lower_bound", "is_partial", "is_open", "known_seconds")
+        names = (
+            *KEYS,
+            *more,
+            "range_seconds",
+            "memory_wait_seconds",
+            "host_seconds",
+            "peak_flops",
+            "program",
+        )
         around = self.range_seconds and list(self.range_seconds)
         band = self.band and dataclasses.asdict(self.band)
         found = {name: getattr(self, name) for name in names}

@@ -81,7 +81,7 @@ class Limit:
 def _are_alike(arms: Sequence[Measurement | None]) -> bool:
     """A lower bound beside an estimate says nothing of which is longer."""
     times = [arm.time if arm else None for arm in arms]
-    return len({time.is_lower_bound if time else None for time in times}) == 1
+    return len({(time.is_lower_bound, time.is_partial) if time else None for time in times}) == 1
 
 
 def in_units(figure: str, value: float | None) -> str:

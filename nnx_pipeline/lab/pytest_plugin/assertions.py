@@ -12,6 +12,7 @@ from nnx_pipeline.lab._report.view.figures import (
     estimated,
     megabytes,
     milliseconds,
+    sign,
     subject_of,
 )
 from nnx_pipeline.lab._report.view.remarks import CPU_WARNING, unread_lines
@@ -156,8 +157,7 @@ class CompiledMemory:
                 too_large[name] = f"{name}: there is no figure here, and the limit is {shown}"
             elif value > limit:
                 share = f" ({value / limit - 1:.1%})" if limit else ""
-                time = self.measurement.time
-                least = "≥ " * bool(name.endswith("_seconds") and time and time.is_lower_bound)
+                least = sign(self.measurement.time) if name.endswith("_seconds") else ""
                 too_large[name] = (
                     f"{name} {least}{_number(value)} is {_number(value - limit)}{share} above its "
                     f"limit of {shown}"
@@ -241,7 +241,7 @@ def _longest_lines(measurement: Measurement) -> list[str]:
     shown = [
         f"{milliseconds(seconds_of(rows)):>10} ms  {short_line(rows[0])}" for rows in lines[:TOP]
     ]
-    least = ", at least" * measurement.time.is_lower_bound
+    least = ", at least" * measurement.time.counts_least
     return [f"longest of {counted(len(lines), 'line')} of source{least}:", *shown]
 
 

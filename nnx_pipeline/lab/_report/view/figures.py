@@ -109,7 +109,7 @@ def band(time: Time) -> str:
 
 
 def estimated(time: Time | None, figure: str) -> str:
-    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound."""
+    """A figure of the estimate in milliseconds, with the sign of a bound."""
     if time is None:
         return DASH
     seconds: float | None = getattr(time, figure)
@@ -117,18 +117,29 @@ def estimated(time: Time | None, figure: str) -> str:
 
 
 def bounded(time: Time, seconds: float | None) -> str:
-    return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
+    return (sign(time) if seconds is not None else "") + milliseconds(seconds)
+
+
+def sign(time: Time | None) -> str:
+    """What stands before its seconds: ≥ for a lower bound, ≳ where a part of it is one."""
+    if not time or not time.counts_least:
+        return ""
+    return "≥ " if time.is_lower_bound else "≳ "
+
+
+def most(time: Time | None) -> str:
+    """What stands before a rate that follows from its seconds."""
+    return sign(time).replace("≥", "≤").replace("≳", "≲")
 
 
 def are_alike(a: Time | None, b: Time | None) -> bool:
-    return bool(a and b and a.is_lower_bound == b.is_lower_bound)
+    return bool(a and b and sign(a) == sign(b))
 
 
 def shares(time: Time) -> str:
     values = {"MFU": time.mfu, "HFU": time.hfu, "bubble": time.bubble_share}
-    most = "≤ " * time.is_lower_bound
     parts = [
-        f"{name} {'' if name == 'bubble' else most}{value:.1%}"
+        f"{name} {'' if name == 'bubble' else most(time)}{value:.1%}"
         for name, value in values.items()
         if value is not None
     ]

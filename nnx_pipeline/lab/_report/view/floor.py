@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nnx_pipeline.lab._report.view.figures import DASH, estimated, megabytes, milliseconds
+from nnx_pipeline.lab._report.view.figures import DASH, estimated, megabytes, milliseconds, sign
 from nnx_pipeline.lab.attribution._floor import Gap, Moment, Term, between
 from nnx_pipeline.lab.compile.measure import Measurement
 
@@ -47,7 +47,7 @@ def floor_lines(measurement: Measurement) -> list[str]:
         parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
         parts += f" + {milliseconds(floor.time.bubble_seconds)} bubble"
         step = time.step_seconds if time else None
-        above, bound = "floor ", "≥ " * bool(time and time.is_lower_bound)
+        above, bound = "floor ", sign(time)
         if step:
             above = f"{bound}{step / floor.time.step_seconds:.1f} times the floor of "
         lines.append(f"step: {estimated(time, 'step_seconds')} ms, {above}{least} ({parts})")

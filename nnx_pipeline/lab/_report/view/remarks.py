@@ -14,7 +14,9 @@ from nnx_pipeline.lab._report.view.figures import (
     compiler,
     library,
     megabytes,
+    most,
     products_by,
+    sign,
 )
 from nnx_pipeline.lab._timing.rate import MILLION, TRILLION
 from nnx_pipeline.lab.attribution._result import ADVICE
@@ -67,12 +69,15 @@ def rate_remarks(measured: Measurement) -> list[Remark]:
     rate, time = measured.rate, measured.time
     if rate is None or time is None:
         return []
-    least, most = ("≥ ", "≤ ") if time.is_lower_bound else ("", "")
-    text = f"{rate.tokens:,} tokens in a step, {most}{rate.per_chip_second:,.0f} per chip-second"
+    text = (
+        f"{rate.tokens:,} tokens in a step, {most(time)}{rate.per_chip_second:,.0f} per chip-second"
+    )
     if rate.price is not None:
         million, trillion = rate.cost_of(MILLION), rate.cost_of(TRILLION)
-        text += f"; at {rate.price:g} per chip-hour {least}{million:,.4f} per million tokens and "
-        text += f"{least}{trillion:,.0f} per trillion"
+        text += (
+            f"; at {rate.price:g} per chip-hour {sign(time)}{million:,.4f} per million tokens and "
+        )
+        text += f"{sign(time)}{trillion:,.0f} per trillion"
     return [Remark(text)]
 
 

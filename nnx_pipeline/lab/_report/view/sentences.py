@@ -8,6 +8,12 @@ from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 
 Figure = Callable[[Measurement], float | None]
+# Of a step, by the sign before it.
+_NAMES = {
+    "": "the estimated step",
+    "≳ ": "the estimated step (≳)",
+    "≥ ": "the lower bound of the step",
+}
 
 
 def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
@@ -48,20 +54,17 @@ def changes_of(outcome: Outcome) -> str:
 
 def _change_of_step(outcome: Outcome) -> str:
     times = [result.time if result else None for result in (outcome.a, outcome.b)]
-    is_bound = [bool(time and time.is_lower_bound) for time in times]
+    signs = [figures.sign(time) for time in times]
     before, after = _pair(outcome, _step)
-    if all(is_bound):
-        return _change("the lower bound of the step", outcome, _step, _as_time)
-    if not any(is_bound) or before is None or after is None:
-        return _change("the estimated step", outcome, _step, _as_time)
-    texts = [
-        f"{'≥ ' * least}{_as_time(s)}" for s, least in zip((before, after), is_bound, strict=True)
-    ]
-    longer, shorter = (before, after) if is_bound[0] else (after, before)
-    if longer <= shorter or any(time and time.is_open for time in times):
+    if signs[0] == signs[1] or before is None or after is None:
+        return _change(_NAMES[signs[1]], outcome, _step, _as_time)
+    texts = [f"{sign}{_as_time(s)}" for s, sign in zip((before, after), signs, strict=True)]
+    longer, shorter = (before, after) if signs[0] else (after, before)
+    is_either = all(signs) or longer <= shorter
+    if is_either or any(time and time.is_open for time in times):
         return f"the estimated step is {' and '.join(texts)}, which leaves open which is shorter"
     part = figures.relative_change(before, after) if before else "from nothing"
-    verb = "falls" if is_bound[0] else "rises"
+    verb = "falls" if signs[0] else "rises"
     return f"the estimated step {verb} from {' to '.join(texts)} ({part} or more)"
 
 
@@ -82,11 +85,11 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str
 
 
 def _is_bound(outcome: Outcome) -> bool:
-    return bool(outcome.b and outcome.b.time and outcome.b.time.is_lower_bound)
+    return bool(outcome.b and outcome.b.time and outcome.b.time.counts_least)
 
 
 def _saved(outcome: Outcome, figure: Figure) -> float:
-    """What b saves of a figure; 0 where only one of the two times is a lower bound."""
+    """What b saves of a figure; 0 where only one of the two times counts a part at its least."""
     one, other = (result.time if result else None for result in (outcome.a, outcome.b))
     if figure is _step and not figures.are_alike(one, other):
         return 0.0

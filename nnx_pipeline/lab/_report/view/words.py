@@ -17,7 +17,7 @@ TIME = {
     "step": "The estimated time of one step: the compute, and what it waits for. Nothing was run; "
     "on a TPU it is by the compiler's own cycles, and on an H100, an H200 and a B200 by XLA's own "
     "model of the GPU. For another GPU it is a roofline that no real program reaches. ≥ stands "
-    "before a lower bound.",
+    "before a lower bound, ≳ where a part counts with the least that it takes.",
     "launches": "How many instructions run in a step, collectives left out.",
     "MFU, HFU": "The part of the step that matrix products would take at the peak rate: those that "
     "the model needs, and all that run.",
