@@ -2,6 +2,9 @@
 
 import functools
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -481,6 +484,9 @@ def test_the_program_is_the_same() -> None:
 
 LLAMA = """
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from nnx_pipeline import MeshConfig, preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
@@ -547,3 +553,38 @@ def test_hosts_of_fewer_gpus_are_not_those_of_xla() -> None:
         seconds[platform] = time.collective_seconds or 0.0
     assert seconds["cuda:h100:2"] < 3e-4
     assert seconds["cuda:h100:2x1"] >= 2**26 / 2 / 50e9
+
+
+def _next_gpu(x: jax.Array) -> jax.Array:
+    return jax.lax.ppermute(x, "data", [(n, (n + 1) % 8) for n in range(8)])
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("kind", "parts", "words"),
+    [
+        (
+            functools.partial(jax.lax.all_gather, axis_name="data", tiled=True),
+            8,
+            r"of the table takes (\d+) µs",
+        ),
+        (functools.partial(jax.lax.psum, axis_name="data"), 1, r"all-reduce (\d+)"),
+        (_next_gpu, 1, r"to the next GPU (\d+)"),
+    ],
+    ids=("all-gather", "all-reduce", "collective-permute"),
+)
+def test_the_document_has_what_xla_says_of_a_collective(
+    kind: Callable[[jax.Array], jax.Array], parts: int, words: str
+) -> None:
+    """Of 64 MB on eight H100."""
+    mesh, spec = AbstractMesh((8,), ("data",)), PartitionSpec("data")
+    each = 64 * 10**6 // 4 // parts
+    x = jax.ShapeDtypeStruct((8 * each,), "float32", sharding=NamedSharding(mesh, spec))
+    moved = jax.shard_map(kind, in_specs=spec, out_specs=spec, check_vma=False)
+    time = measure(moved, x, mesh=mesh, platform="cuda:h100:8").time
+    text = (Path(__file__).parents[2] / "docs" / "figures.md").read_text("utf-8")
+    found = re.search(words, text)
+    assert found
+    assert time
+    assert time.collective_seconds
+    assert round(1e6 * time.collective_seconds) == int(found[1])
