@@ -94,6 +94,8 @@ def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[object
         raise InputError("a sweep of no field; give one, as {'pipeline.num_microbatches': [4, 8]}")
     known, (first, values) = [*known_keys(), MESH], next(iter(fields.items()))
     for field, column in fields.items():
+        if field == "platform":
+            raise InputError("sweep of platform: give compare several --platform instead")
         if field not in known:
             raise InputError(f"sweep of {field}: no such config field; {nearest(field, known)}")
         if len(column) != len(values):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nnx_pipeline.lab.errors import InputError, counted, divides, nearest, one_of
+from nnx_pipeline.lab.errors import InputError, counted, is_divisor, nearest, one_of
 
 if TYPE_CHECKING:
     import jax
@@ -42,7 +42,7 @@ class _Sized:
                 )
             size = self.sizes()[name]
             rule = f"mesh axis {name}={size} does not divide into dcn {name}={parts} parts"
-            divides(parts, size, rule=rule, cure="or divide another axis")
+            is_divisor(parts, size, rule=rule)
 
     def __str__(self) -> str:
         shown = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]

@@ -64,6 +64,8 @@ def test_a_field_is_set_or_swept(run: Run) -> None:
 
 
 def test_a_sweep_of_nothing() -> None:
+    with pytest.raises(InputError, match="sweep of platform: give compare several --platform"):
+        sweep(small_config(), "", {"platform": ["cpu"]})
     with pytest.raises(InputError, match="a sweep of no field; give one, as"):
         sweep(small_config(), "", {})
 

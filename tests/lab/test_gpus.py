@@ -124,6 +124,42 @@ main()
 
 
 @needs_rocm
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        ("rocm", r"libamdhip64\.so\.7 is there, but has no \w+ and \d+ more, which jax-rocm7"),
+        ("stand-in", r"libamdhip64\.so\.7 does not load; delete .*/rocm-\w+, and run it again"),
+    ],
+)
+def test_a_library_that_cannot_serve_is_named(tmp_path: Path, damaged: str, words: str) -> None:
+    """The loader would end the process without a word."""
+    done = run_fresh(UNFIT, str(tmp_path), damaged, environment=user_environment())
+    assert (done.code, done.out) == (2, "")
+    assert re.search(words, done.err), done.err
+
+
+UNFIT = """
+import os, sys
+from pathlib import Path
+folder, damaged = Path(sys.argv.pop(1)), sys.argv.pop(1)
+os.environ.update(NNX_PIPELINE_CACHE=str(folder / "cache"), ROCM_PATH=str(folder / "rocm"))
+from nnx_pipeline.lab.compile import _rocm
+name, plugin = "libamdhip64.so.7", _rocm.plugin()
+if damaged == "rocm":
+    (folder / "rocm" / "lib").mkdir(parents=True)
+    (folder / "rocm" / "lib" / name).symlink_to(_rocm.stand_ins({name: {}}) / name)
+else:
+    wanted, anywhere = _rocm.functions_of(plugin)
+    wanted[next(iter(wanted))][""] = anywhere
+    (_rocm.stand_ins(wanted) / name).write_bytes(b"no library")
+words = ["measure", "jax.numpy:tanh", "--arg", "float32[8]", "--platform", "rocm:mi300x:1"]
+sys.argv[1:] = words
+from nnx_pipeline.lab._cli.main import main
+main()
+"""
+
+
+@needs_rocm
 def test_libraries_of_rocm_come_first(tmp_path: Path) -> None:
     done = run_fresh(PREFERRED, str(tmp_path), environment=user_environment())
     assert done.code == 0, done.err

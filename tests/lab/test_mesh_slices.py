@@ -120,7 +120,11 @@ def test_other_wrong_arguments() -> None:
 @pytest.mark.parametrize(
     ("mesh", "dcn", "words"),
     [
-        ("data=4,fsdp=4", "data=3", "mesh axis data=4 does not divide into dcn data=3 parts"),
+        (
+            "data=4,fsdp=4",
+            "data=3",
+            "mesh axis data=4 does not divide into dcn data=3 parts; choose one of: 1, 2, 4",
+        ),
         ("data=4,fsdp=4", "data=2", "dcn data=2 needs 2 slices of 8 devices, and there are 4 of 4"),
         ("data=4,fsdp=4", "data=1", "dcn of one part needs 1 slice of 16 devices, and there are 4"),
         ("data=8,fsdp=2", "data=8", "dcn data=8 needs 8 slices of 2 devices, and there are 4 of 4"),

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ def register() -> None:
     """Lets JAX find AMD's compiler when it looks for its plugins; to be called before that.
 
     Nothing is done on a machine with an AMD GPU, where the plugin registers itself. Raises
-    InputError where a stand-in is needed and there is no C compiler.
+    InputError where a stand-in is needed and there is no C compiler, and where a library of ROCm
+    lacks what the plugin takes.
     """
+    # Beside NVIDIA's plugin, which has a class of the same name; either works.
+    warnings.filterwarnings("ignore", "nanobind: type .* was already registered", RuntimeWarning)
     if Path("/dev/kfd").exists():
         return
     load_libraries(plugin())
@@ -63,12 +67,17 @@ def load_libraries(plugin: Path) -> list[str]:
     wanted, anywhere = functions_of(plugin)
     rocm = Path(os.environ.get("ROCM_PATH") or "/opt/rocm") / "lib"
     loaded = {name: _first_that_loads(name, str(rocm / name)) for name in wanted}
+    for name, path in loaded.items():
+        if path:
+            _check_functions(path, wanted[name])
     missing = {name: wanted[name] for name, path in loaded.items() if path is None}
     if missing:
         missing[next(iter(missing))][""] = anywhere
     made = stand_ins(missing)
     for name in missing:
         loaded[name] = _first_that_loads(str(made / name))
+        if loaded[name] is None:
+            raise InputError(f"{made / name} does not load; delete {made}, and run it again")
     return [str(path) for path in loaded.values()]
 
 
@@ -80,6 +89,20 @@ def _first_that_loads(*paths: str) -> str | None:
             continue
         return path
     return None
+
+
+def _check_functions(path: str, functions: Functions) -> None:
+    """The loader of the plugin would end the process where a function is missing."""
+    library = ctypes.CDLL(path)
+    wanted = [name for of_version in functions.values() for name in of_version]
+    lacks = [name for name in wanted if not hasattr(library, name)]
+    if lacks:
+        others = f" and {len(lacks) - 1} more" if lacks[1:] else ""
+        raise InputError(
+            f"{path} is there, but has no {lacks[0]}{others}, which {PACKAGE} "
+            f"{importlib.metadata.version(PACKAGE)} takes; install ROCm in the version of the "
+            "plugin, or take it out of $ROCM_PATH, $LD_LIBRARY_PATH and /opt/rocm"
+        )
 
 
 def functions_of(plugin: Path) -> tuple[dict[str, Functions], list[str]]:
@@ -124,7 +147,10 @@ def stand_ins(libraries: dict[str, Functions]) -> Path:
     named = hashlib.sha256(repr((importlib.metadata.version(PACKAGE), libraries)).encode())
     folder = (Cache.of_user().folder or Path(tempfile.mkdtemp())) / f"rocm-{named.hexdigest()[:16]}"
     if not all((folder / library).is_file() for library in libraries):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # as without a cache folder
+            folder = Path(tempfile.mkdtemp())
         with tempfile.TemporaryDirectory(dir=folder) as made:
             for library, functions in libraries.items():
                 _compile(Path(made), library, functions)
