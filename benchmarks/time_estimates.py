@@ -117,6 +117,28 @@ SCRIPT_V5P = (
     *(GATHERS, "@disable_megacore_fusion_allow_ags", "@enable_async_collective_permute"),
     *("@data_parallel_overlap", "xla_tpu_enable_ag_backward_pipelining=true"),
 )
+# JAX-Toolbox's settings for one host of H100, but that for command buffers, which changes no
+# instruction, and those for cuBLASLt; gpu-recipes has the same for H200 with its own sizes.
+OVERLAP_GPU = (
+    "xla_gpu_enable_latency_hiding_scheduler=true",
+    *(
+        f"xla_gpu_enable_pipelined_{kind}=true"
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    ),
+    "xla_gpu_enable_while_loop_double_buffering=true",
+    "xla_gpu_enable_all_gather_combine_by_dim=false",
+    "xla_gpu_enable_reduce_scatter_combine_by_dim=false",
+    "xla_disable_hlo_passes=rematerialization",
+)
+
+
+def combined(all_reduce: int, all_gather: int, reduce_scatter: int) -> tuple[str, ...]:
+    """Up to how many bytes XLA joins collectives to one, in MiB, beside `OVERLAP_GPU`."""
+    sizes = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+    joined = (f"xla_gpu_{it}_combine_threshold_bytes={size * 2**20}" for it, size in sizes.items())
+    return (*OVERLAP_GPU, *joined)
+
+
 EXPERTS_V6E = ("@moe_vmem_limit_flag", GATHERS, "@data_parallel_overlap")
 OTHERS = (
     Row(
@@ -129,6 +151,7 @@ OTHERS = (
         *("Mixtral 8x7B, v5p-256", "mixtral-8x7b", V5P_256, "fsdp=128", 36),
         options=TOKENS | GROUPED | BF16_WEIGHTS,
         measured=step_of(36, 2909),
+        xla=(*SCRIPT_V5P, "@moe_vmem_limit_flag"),
     ),
     Row(
         *("Mixtral 8x7B, v6e-256", "mixtral-8x7b", V6E_256, "fsdp=256", 12),
@@ -256,12 +279,14 @@ RECIPES = (
         options=tokens_of(8192) | LLAMA_70B | SAVED,
         measured=15.516,
         differs="attention by cuDNN",
+        xla=combined(2048, 2048, 16),
     ),
     Row(
         *("Llama2-7B, 8 H100", "llama2-7b", "cuda:h100:8", "fsdp=8", 2),
         options=tokens_of(4096) | {"pipeline.remat": "minimal"},
         measured=0.721,
         differs="attention by cuDNN; layers are unrolled there",
+        xla=combined(1024, 128, 64),
     ),
 )
 ALL = (*VARIANTS, *OTHERS, *RECIPES)
@@ -750,10 +775,7 @@ def settings() -> str:
         for xla, names in of_rows.items()
     )
     others = "; ".join(row.what for row in ALL if not row.xla)
-    defaults = (
-        f"These have the compiler's defaults: {others}. Recipes name settings of the runs of "
-        "Mixtral 8x7B on v5p, on H100 and on H200, which are not in these rows."
-    )
+    defaults = f"These have the compiler's defaults: {others}."
     return "\n".join([ABOUT_SETTINGS, *found, "", wrapped(defaults)])
 
 
