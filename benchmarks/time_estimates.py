@@ -296,10 +296,11 @@ PEER_COMPUTE = {"gathered once, auto": 4.559, "ZeRO-1, auto": 4.636}
 ABOUT = f"""# Estimated time beside measured time
 
 Made by `python benchmarks/time_estimates.py`. A step is estimated from the compiled program alone,
-as `nnx-pipeline measure` does it: the TPU compiler's cycles of each instruction, kernels by what
-they state of themselves, at {100 * KERNEL_EFFICIENCY:.0f} % of the peak, and the time that the
-compute waits for collectives and transfers. Nothing here ran on a chip; the measured seconds are
-what MaxText's authors published. An error is the estimate's, as a share of the measured step.
+as `nnx-pipeline measure` does it: the TPU compiler's cycles of each instruction, on an H100 and an
+H200 the figures of XLA's own model, kernels by what they state of themselves, at
+{100 * KERNEL_EFFICIENCY:.0f} % of the peak, and the time that the compute waits for collectives and
+transfers. Nothing here ran on a chip; the measured seconds are what the authors of MaxText and of
+recipes for it published. An error is the estimate's, as a share of the measured step.
 
 What was measured are MaxText's programs and not these. Both compute the same step of the same model
 over as many chips, with flash attention. The compiler is that of today (versions below); those of
@@ -352,7 +353,7 @@ what the other rows of the same kind say of a step: how far measured steps lay f
 """
 HEAD_RECIPES = (
     "| run | mesh | sequences × tokens per device | measured, s | compute | kernels | waits "
-    "| step, s | error | band, % | what differs |\n|---|---|---" + "|--:" * 7 + "|---|"
+    "| step, s | error | band, % | needs, GB | what differs |\n|---|---|---" + "|--:" * 8 + "|---|"
 )
 ABOUT_SETTINGS = """## Settings of the compiler
 
@@ -474,6 +475,7 @@ def recipe_cells(row: Row, found: dict[str, Any]) -> list[str]:
         *(f"{seconds:.2f}" for seconds in times(row, found)),
         error(found["time"]["step_seconds"], row.measured),
         f"{100 * others.least:+.0f} … {100 * others.most:+.0f}" if others else "–",
+        f"{found['needed_bytes'] / 1e9:.1f}",
         row.differs,
     ]
 
