@@ -293,14 +293,15 @@ ALL = (*VARIANTS, *OTHERS, *RECIPES)
 # MaxText's own program, main of August 2026 with flash attention, compiled by JAX 0.10.2 with
 # libtpu 0.0.42.1: seconds of compute without the kernels, by the same cycles as ours.
 PEER_COMPUTE = {"gathered once, auto": 4.559, "ZeRO-1, auto": 4.636}
+PERCENT = round(100 * KERNEL_EFFICIENCY)
 ABOUT = f"""# Estimated time beside measured time
 
 Made by `python benchmarks/time_estimates.py`. A step is estimated from the compiled program alone,
 as `nnx-pipeline measure` does it: the TPU compiler's cycles of each instruction, on an H100 and an
-H200 the figures of XLA's own model, kernels by what they state of themselves, at
-{100 * KERNEL_EFFICIENCY:.0f} % of the peak, and the time that the compute waits for collectives and
-transfers. Nothing here ran on a chip; the measured seconds are what the authors of MaxText and of
-recipes for it published. An error is the estimate's, as a share of the measured step.
+H200 the figures of XLA's own model, kernels by what they state of themselves, at {PERCENT} % of the
+peak, and the time that the compute waits for collectives and transfers. Nothing here ran on a chip;
+the measured seconds are what the authors of MaxText and of recipes for it published. An error is
+the estimate's, as a share of the measured step.
 
 What was measured are MaxText's programs and not these. Both compute the same step of the same model
 over as many chips, with flash attention. The compiler is that of today (versions below); those of
