@@ -8,10 +8,33 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
+from nnx_pipeline.lab._tracing.calls import (
+    Call,
+    Input,
+    Traced,
+    jaxpr_of,
+    jit_of,
+    trace,
+    traced_afresh,
+)
 from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
+from nnx_pipeline.lab.comparison.changes import (
+    NO_BACKWARD,
+    NO_CHECKPOINTS,
+    NO_DONATION,
+    NO_LOOPS,
+    NOT_SMALLER,
+    Change,
+    Watched,
+    donations,
+    has_backward_pass,
+    loop_changes,
+    policy_changes,
+    stacked_bytes,
+)
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -58,30 +81,39 @@ def measure(
 def _measured(
     function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
-    platform, mesh, device = target
-    check_sizes(arguments)
-    call = Call.of(function, arguments)
-    abstract, keywords = abstract_arguments(call.given, mesh, device)
-    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
-    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
+    with _abstract(function, arguments, target) as call:
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
             lowered = lower_traced(
                 traced.program,
-                platform,
+                target.platform,
                 clock,
-                dict(mesh.shape) if mesh is not None else {},
+                dict(target.mesh.shape) if target.mesh is not None else {},
                 {
                     "function": name_of(function),
-                    "arguments": _shapes((abstract, keywords)),
+                    "arguments": _shapes(call.given),
                     **({"bound": call.settings} if call.settings else {}),
                 },
             )
         result = lowered.measure()
-    placement = _placement_notes((abstract, keywords), platform, mesh)
+    placement = _placement_notes(call.given, target.platform, target.mesh)
     notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
+
+
+@contextlib.contextmanager
+def _abstract(
+    function: Callable[..., object], arguments: tuple[object, ...], target: _Target
+) -> Iterator[Call]:
+    """A context to trace a call in, afresh, with shapes on the devices of the target."""
+    _, mesh, device = target
+    check_sizes(arguments)
+    call = Call.of(function, arguments)
+    abstract, keywords = abstract_arguments(call.given, mesh, device)
+    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
+    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
+        yield call
 
 
 @contextlib.contextmanager
@@ -99,6 +131,43 @@ def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),
     ):
         yield
+
+
+def changes_of(
+    function: Callable[..., object],
+    *arguments: object,
+    mesh: AnyMesh = None,
+    platform: Platform | str = "cpu",
+) -> tuple[list[Change], list[str]]:
+    """Traces a function and says what can be changed of it, without its source, to make its program
+    smaller; and, a sentence for each kind of change, why there is nothing to change.
+
+    The parameters are those of `measure`. Settings of the compiler are not among the changes.
+    """
+    target, watched = _target(mesh, platform), Watched()
+
+    def traced() -> tuple[ClosedJaxpr, list[Input], Call]:
+        with _abstract(function, arguments, target) as call, called_with(call):
+            return *jaxpr_of(call), call
+
+    def is_smaller(line: str) -> bool:
+        (change,) = loop_changes([line], keeping=False)
+        with change.applied():
+            return stacked_bytes(traced()[0]) < stacked_bytes(program)
+
+    with watched.watching():
+        program, inputs, call = traced()
+    name = name_of(call.function).rpartition(":")[2]
+    changes = [*donations(program, inputs, jit_of(call.function), name)]
+    left_out = [] if changes else [NO_DONATION]
+    if not has_backward_pass(program):
+        return changes, [*left_out, NO_BACKWARD]
+    if lines := list(filter(is_smaller, watched.lines)):
+        changes += loop_changes(lines)
+    else:
+        left_out.append(NOT_SMALLER if watched.lines else NO_LOOPS)
+    changes += policy_changes(watched.policies, program)
+    return changes, left_out if watched.policies else [*left_out, NO_CHECKPOINTS]
 
 
 def compare(

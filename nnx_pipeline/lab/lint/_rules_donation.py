@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 from nnx_pipeline.lab._tracing.calls import Input
 from nnx_pipeline.lab._tracing.jaxpr import is_differentiated
 from nnx_pipeline.lab._tracing.visits import each_once
+from nnx_pipeline.lab.comparison.changes import donation_words
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import ArraySize, LintedProgram, Waste
@@ -36,26 +37,8 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
             total,
             f"{' and '.join(names)} ({counted(len(kept), 'array')}) come back with the same dtypes "
             "and shapes and are not donated, so that old and new are in memory together",
-            _donate(program, kept),
+            donation_words(kept, program.jit, program.function.function),
         )
-
-
-def _donate(program: LintedProgram, kept: Sequence[Input]) -> str:
-    numbers = tuple(dict.fromkeys(one.argument for one in kept if isinstance(one.argument, int)))
-    names = tuple(dict.fromkeys(one.parameter for one in kept))
-    options = f"donate_argnums={numbers}"
-    if not all(isinstance(one.argument, int) for one in kept):
-        options = f"donate_argnames={names}"
-    elif all(name.isidentifier() for name in names):
-        options = f"{options} or donate_argnames={names}"
-    name = program.function.function
-    cures = {
-        "": f"jit it with donation: jax.jit({name}, {options})",
-        "equinox": 'write eqx.filter_jit(donate="all") or, for all but the first argument, '
-        'donate="all-except-first"',
-    }
-    cure = cures.get(program.jit, f"write {program.jit}(…, {options})")
-    return f"{cure}; the caller then uses the new arrays alone"
 
 
 def _kept_arguments(program: LintedProgram) -> list[int]:
