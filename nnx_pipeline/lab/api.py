@@ -8,33 +8,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import (
-    Call,
-    Input,
-    Traced,
-    jaxpr_of,
-    jit_of,
-    trace,
-    traced_afresh,
-)
+from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
 from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
-from nnx_pipeline.lab.comparison.changes import (
-    NO_BACKWARD,
-    NO_CHECKPOINTS,
-    NO_DONATION,
-    NO_LOOPS,
-    NOT_SMALLER,
-    Change,
-    Watched,
-    donations,
-    has_backward_pass,
-    loop_changes,
-    policy_changes,
-    stacked_bytes,
-)
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
 from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
@@ -45,7 +22,7 @@ from nnx_pipeline.lab.errors import InputError, described
 from nnx_pipeline.lab.mesh import Axes, entry_axes
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     platform: Platform
     mesh: Mesh | None
     device: jax.Device
@@ -75,13 +52,13 @@ def measure(
 
     Raises InputError when these do not fit together, and what the compiler raises.
     """
-    return _measured(function, arguments, _target(mesh, platform), Clock(progress))[0]
+    return _measured(function, arguments, target_of(mesh, platform), Clock(progress))[0]
 
 
 def _measured(
-    function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
+    function: Callable[..., object], arguments: tuple[object, ...], target: Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
-    with _abstract(function, arguments, target) as call:
+    with abstract_call(function, arguments, target) as call:
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
@@ -103,8 +80,8 @@ def _measured(
 
 
 @contextlib.contextmanager
-def _abstract(
-    function: Callable[..., object], arguments: tuple[object, ...], target: _Target
+def abstract_call(
+    function: Callable[..., object], arguments: tuple[object, ...], target: Target
 ) -> Iterator[Call]:
     """A context to trace a call in, afresh, with shapes on the devices of the target."""
     _, mesh, device = target
@@ -131,43 +108,6 @@ def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),
     ):
         yield
-
-
-def changes_of(
-    function: Callable[..., object],
-    *arguments: object,
-    mesh: AnyMesh = None,
-    platform: Platform | str = "cpu",
-) -> tuple[list[Change], list[str]]:
-    """Traces a function and says what can be changed of it, without its source, to make its program
-    smaller; and, a sentence for each kind of change, why there is nothing to change.
-
-    The parameters are those of `measure`. Settings of the compiler are not among the changes.
-    """
-    target, watched = _target(mesh, platform), Watched()
-
-    def traced() -> tuple[ClosedJaxpr, list[Input], Call]:
-        with _abstract(function, arguments, target) as call, called_with(call):
-            return *jaxpr_of(call), call
-
-    def is_smaller(line: str) -> bool:
-        (change,) = loop_changes([line], keeping=False)
-        with change.applied():
-            return stacked_bytes(traced()[0]) < stacked_bytes(program)
-
-    with watched.watching():
-        program, inputs, call = traced()
-    name = name_of(call.function).rpartition(":")[2]
-    changes = [*donations(program, inputs, jit_of(call.function), name)]
-    left_out = [] if changes else [NO_DONATION]
-    if not has_backward_pass(program):
-        return changes, [*left_out, NO_BACKWARD]
-    if lines := list(filter(is_smaller, watched.lines)):
-        changes += loop_changes(lines)
-    else:
-        left_out.append(NOT_SMALLER if watched.lines else NO_LOOPS)
-    changes += policy_changes(watched.policies, program)
-    return changes, left_out if watched.policies else [*left_out, NO_CHECKPOINTS]
 
 
 def compare(
@@ -199,7 +139,7 @@ def compare(
             f"platform=({', '.join(map(str, targets))}): both functions are compiled for the same "
             "platform; give it once, or twice with different settings"
         )
-    first = _target(mesh, targets[0])
+    first = target_of(mesh, targets[0])
     results: list[Measurement | str] = []
     traced: list[Traced] = []
     for function, target in zip((function_a, function_b), targets, strict=True):
@@ -221,12 +161,12 @@ def compare(
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
 
 
-def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:
+def target_of(mesh: AnyMesh, platform: Platform | str) -> Target:
     target = _platform(platform)
     needed = Axes.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
-    return _Target(target, mesh_on(needed, devices), devices[0])
+    return Target(target, mesh_on(needed, devices), devices[0])
 
 
 def _platform(platform: Platform | str) -> Platform:

@@ -21,7 +21,7 @@ from nnx_pipeline.lab._report.output import as_text, emit_json, show
 from nnx_pipeline.lab._report.trials import trials_remarks, trials_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import in_place_of_report
-from nnx_pipeline.lab.api import changes_of, compare, measure
+from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import ADVICE, Attribution
 from nnx_pipeline.lab.comparison.changes import AS_IT_IS, Change, setting_changes, together
 from nnx_pipeline.lab.comparison.trials import Trial, Trials
@@ -31,6 +31,7 @@ from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, counted, described
 from nnx_pipeline.lab.explain.explanation import promised
+from nnx_pipeline.lab.lint.tries import changes_of
 from nnx_pipeline.lab.mesh import MeshConfig
 
 

@@ -80,4 +80,5 @@ def _lines(trials: Trials) -> Iterator[Remark]:
         elif trials.is_same(trial):
             yield Remark(f"{name}: the same program")
         elif gain > 0:
-            yield Remark(f"{name} → {trial.change.cure}", "strong")
+            assumed = f"; only with {trial.change.assumes}" if trial.change.assumes else ""
+            yield Remark(f"{name} → {trial.change.cure}{assumed}", "strong")

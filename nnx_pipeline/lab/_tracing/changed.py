@@ -77,8 +77,7 @@ def checkpointed(body: Function, policy: Policy = None) -> Function:
     """A body of a loop in a `jax.checkpoint`, whose policy `replaced_policies` does not change."""
     own = OwnPolicy(policy or jax.checkpoint_policies.nothing_saveable)
     # The backward pass is another loop, so that nothing can be merged with the forward pass.
-    checkpoint: Any = jax.checkpoint
-    wrapped: Function = checkpoint(body, prevent_cse=False, policy=own)
+    wrapped: Function = jax.checkpoint(body, prevent_cse=False, policy=own)
     return wrapped
 
 
@@ -86,7 +85,7 @@ def checkpointed(body: Function, policy: Policy = None) -> Function:
 def replaced_policies(policy_of: Callable[[Policy], Policy]) -> Iterator[None]:
     """A context in which each `jax.checkpoint` has the policy that `policy_of` returns, which is
     given that of the function, also where this was decorated before."""
-    bind = remat_p.bind
+    bind: Function = remat_p.bind
 
     def changed(*arguments: Any, policy: Policy, **parameters: Any) -> Any:
         chosen = policy if isinstance(policy, OwnPolicy) else policy_of(policy)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from nnx_pipeline.lab._tracing import changed
 from nnx_pipeline.lab._tracing.calls import Donating, Input
 from nnx_pipeline.lab._tracing.changed import Policy
-from nnx_pipeline.lab._tracing.jaxpr import equations_of, is_transposed
+from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.compile._gpus import GPUS
 from nnx_pipeline.lab.compile._settings import Setting
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -37,13 +36,6 @@ _SCHEDULER = {
     "tpu": "xla_tpu_enable_latency_hiding_scheduler",
     **dict.fromkeys(GPUS, "xla_gpu_enable_latency_hiding_scheduler"),
 }
-NO_DONATION = "donation: no argument has the dtypes and shapes of results that have no donor yet"
-NO_BACKWARD = "checkpoints: the function has no backward pass"
-NO_LOOPS = (
-    "checkpoints in loops: nothing is called as jax.lax.scan, jax.lax.map or jax.lax.fori_loop"
-)
-NOT_SMALLER = "checkpoints in loops: no loop stores less with one than it does"
-NO_CHECKPOINTS = "policies: the function calls no jax.checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +45,7 @@ class Change:
     - `kinds`: one for a single change, several for changes that are made together.
     - `name`: what it is called.
     - `cure`: what to write to have it.
+    - `assumes`: what must hold that no program says.
     - `donated`: arguments that are donated too, by number or name.
     - `loops`: the lines whose loops get a checkpoint around their body, with the policy `keeps`.
     - `policy`: what takes the place of each policy of the function; None for no change.
@@ -62,6 +55,7 @@ class Change:
     kinds: tuple[Kind, ...]
     name: str
     cure: str
+    assumes: str = ""
     donated: tuple[int | str, ...] = ()
     loops: frozenset[str] = frozenset()
     keeps: Policy = field(default=None, repr=False)
@@ -139,64 +133,22 @@ def stacked_bytes(program: ClosedJaxpr) -> int:
     )
 
 
-def has_backward_pass(program: ClosedJaxpr) -> bool:
-    return any(is_transposed([equation]) for equation in equations_of(program))
+def donation(kept: Sequence[Input], jit: str, name: str, unread: Sequence[Input] = ()) -> Change:
+    """The donation of the arguments that arrays are part of.
 
-
-def donations(
-    program: ClosedJaxpr, inputs: Sequence[Input], jit: str, name: str
-) -> Iterator[Change]:
-    """The donation of all arguments whose memory results could take; nothing where there are
-    none."""
-    if useful := _useful(program, inputs):
-        names = [*dict.fromkeys(one.parameter for one in useful)]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield Change(
-            kinds=("donation",),
-            name=f"donate {', '.join(names[:3])}{more}",
-            cure=donation_words(useful, jit, name),
-            donated=tuple(dict.fromkeys(one.argument for one in useful)),
-        )
-
-
-def _useful(program: ClosedJaxpr, inputs: Sequence[Input]) -> list[Input]:
-    """The arrays that are not donated and could give their memory to results of their dtype and
-    shape, each to another one. An argument is donated whole: it counts if that is half of it."""
-    given = {id(variable) for variable in program.jaxpr.invars}
-    free = Counter(_kind(one.aval) for one in program.jaxpr.outvars if id(one) not in given)
-    groups: dict[int | str, list[tuple[Input, Any]]] = {}
-    for one, aval in zip(inputs, program.in_avals, strict=True):
-        if one.donated:
-            free[_kind(aval)] -= 1
-        else:
-            groups.setdefault(one.argument, []).append((one, aval))
-
-    def fitting(group: Sequence[tuple[Input, Any]]) -> list[tuple[Input, Any]]:
-        left = Counter(free)
-        left.subtract(_kind(aval) for _, aval in group)
-        # Of several arrays of a kind so many fit as there are results.
-        missing = {kind: -count for kind, count in left.items() if count < 0}
-        found = []
-        for one, aval in group:
-            if missing.get(_kind(aval), 0) > 0:
-                missing[_kind(aval)] -= 1
-            else:
-                found.append((one, aval))
-        return found
-
-    def share(which: int | str) -> float:
-        whole, part = (
-            sum(_bytes(v) for _, v in g) for g in (groups[which], fitting(groups[which]))
-        )
-        return part / whole if whole else 0.0
-
-    useful: list[Input] = []
-    # A state, of which all arrays come back, goes before a batch that a result is like by chance.
-    while groups and share(best := max(groups, key=share)) >= 0.5:
-        found = fitting(groups.pop(best))
-        free.subtract(_kind(aval) for _, aval in found)
-        useful += [one for one, _ in found]
-    return sorted(useful, key=inputs.index)
+    - `kept`, `jit`, `name`: as for `donation_words`.
+    - `unread`: those of them of which nobody knows whether the caller reads them again.
+    """
+    names = [*dict.fromkeys(one.parameter for one in kept)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    strange = ", ".join(dict.fromkeys(one.parameter for one in unread))
+    return Change(
+        kinds=("donation",),
+        name=f"donate {', '.join(names[:3])}{more}",
+        cure=donation_words(kept, jit, name),
+        assumes=f"{strange} of no use to the caller afterwards" if unread else "",
+        donated=tuple(dict.fromkeys(one.argument for one in kept)),
+    )
 
 
 def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
@@ -303,10 +255,6 @@ def setting_changes(base: Measurement, platform: Platform) -> Iterator[Change]:
 
 def _short(line: str) -> str:
     return line.rpartition("/")[2]
-
-
-def _kind(aval: Any) -> tuple[object, ...]:
-    return getattr(aval, "shape", None), getattr(aval, "dtype", None)
 
 
 def _bytes(aval: Any) -> int:

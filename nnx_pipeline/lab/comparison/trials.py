@@ -46,10 +46,10 @@ class Trials:
         return self.promised.get(change.kinds[0]) if len(change.loops) in (0, most) else None
 
     def best(self) -> list[Change]:
-        """The change of each kind with the largest gain, without those that gain nothing."""
+        """The change of each kind with the largest gain, of those that gain and assume nothing."""
         found: dict[object, Change] = {}
         for trial in self.by_gain():
-            if (self.gain(trial) or 0) > 0:
+            if (self.gain(trial) or 0) > 0 and not trial.change.assumes:
                 found.setdefault(trial.change.kinds, trial.change)
         return [*found.values()]
 
@@ -71,6 +71,7 @@ class Trials:
                 "name": trial.change.name,
                 "kinds": list(trial.change.kinds),
                 "cure": trial.change.cure,
+                "assumes": trial.change.assumes or None,
                 "gain_bytes": self.gain(trial),
                 "promised_bytes": self.promise(trial),
                 "is_same_program": self.is_same(trial),

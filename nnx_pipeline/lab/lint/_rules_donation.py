@@ -26,7 +26,7 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
     is a term of the result: in a program with a backward pass, or for several arrays of one
     argument. x + f(x) of a layer is no update.
     """
-    numbers = _kept_arguments(program)
+    numbers = updated_arguments(program)
     kept = [program.inputs[number] for number in numbers]
     sizes = [program.device_bytes(program.input(number)) for number in numbers]
     total = ArraySize(sum(one.bytes for one in sizes), all(one.per_device for one in sizes))
@@ -41,7 +41,7 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
         )
 
 
-def _kept_arguments(program: LintedProgram) -> list[int]:
+def updated_arguments(program: LintedProgram) -> list[int]:
     """The numbers of the inputs that results update, each result another, and without donation."""
     updates = [_updated(program, value) for value in program.results()]
     taken: dict[int, bool] = {}
