@@ -123,16 +123,6 @@ class Watched:
             yield
 
 
-def stacked_bytes(program: ClosedJaxpr) -> int:
-    """What the loops of a program store of their iterations, residuals among it."""
-    return sum(
-        _bytes(one.aval)
-        for equation in equations_of(program)
-        if equation.primitive.name == "scan"
-        for one in equation.outvars[equation.params["num_carry"] :]
-    )
-
-
 def donation(kept: Sequence[Input], jit: str, name: str, unread: Sequence[Input] = ()) -> Change:
     """The donation of the arguments that arrays are part of.
 
@@ -255,7 +245,3 @@ def setting_changes(base: Measurement, platform: Platform) -> Iterator[Change]:
 
 def _short(line: str) -> str:
     return line.rpartition("/")[2]
-
-
-def _bytes(aval: Any) -> int:
-    return int(math.prod(getattr(aval, "shape", ())) * getattr(aval.dtype, "itemsize", 0))

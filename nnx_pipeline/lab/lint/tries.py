@@ -12,13 +12,13 @@ from nnx_pipeline.lab.comparison.changes import (
     donation,
     loop_changes,
     policy_changes,
-    stacked_bytes,
 )
 from nnx_pipeline.lab.compile._functions import called_with
 from nnx_pipeline.lab.compile._places import AnyMesh
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.lint._facts import LintedProgram, kind_of
 from nnx_pipeline.lab.lint._rules_donation import updated_arguments
+from nnx_pipeline.lab.lint._walk import as_loop
 
 _NO_DONATION = "donation: no argument has the dtypes and shapes of results that have no donor yet"
 _NO_BACKWARD = "checkpoints: the function has no backward pass"
@@ -27,7 +27,7 @@ _NO_LOOPS = (
     "that was imported by its own name is not seen)"
 )
 _NOT_SMALLER = "checkpoints in loops: no loop stores less with one than it does"
-_NO_CHECKPOINTS = "policies: the function calls no jax.checkpoint"
+_NO_CHECKPOINTS = "policies: the function calls no jax.checkpoint (or does so with jax_remat3)"
 
 
 def changes_of(
@@ -51,7 +51,7 @@ def changes_of(
     def is_smaller(line: str) -> bool:
         (change,) = loop_changes([line], keeping=False)
         with change.applied():
-            return stacked_bytes(traced().traced) < stacked_bytes(program.traced)
+            return _stacked_bytes(traced()) < _stacked_bytes(program)
 
     with watched.watching():
         program = traced()
@@ -65,6 +65,13 @@ def changes_of(
         left_out.append(_NOT_SMALLER if watched.lines else _NO_LOOPS)
     changes += policy_changes(watched.policies, program.traced)
     return changes, left_out if watched.policies else [*left_out, _NO_CHECKPOINTS]
+
+
+def _stacked_bytes(program: LintedProgram) -> int:
+    """What the loops of a program store of their iterations, residuals among it."""
+    loops = [as_loop(scope, equation) for scope, equation in program.scope.equations()]
+    stacks = [whole for loop in loops if loop for whole, _ in loop.stacked]
+    return sum(program.device_bytes(whole).bytes for whole in stacks)
 
 
 def _donations(program: LintedProgram) -> Iterator[Change]:
