@@ -146,7 +146,7 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
         changes += setting_changes(trials.base, platform)
         _try_all(trials, changes, compiled, say, functools.partial(trials_view, title))
     show(trials_view(title, trials), json_path=outputs.json_path)
-    outputs.say_words(words.MEMORY, words.TIME)
+    outputs.say_words(words.CHANGES, words.MEMORY, words.TIME)
     buffers = trials.base.attribution
     emit_json(
         outputs.json_path,
@@ -171,7 +171,7 @@ def _try_all(
     those before."""
     first = trials.base.seconds["trace"] + trials.base.seconds["compile"]
     total = len(changes) + (len({change.kinds for change in changes}) > 1)
-    say(f"{counted(total, 'compile')} to come; the first took {first:,.0f} s")
+    say(f"up to {counted(total, 'compile')} to come; the first took {first:,.0f} s")
     # Drawn now, since another thread prints it, which may import nothing.
     shown = as_text(view(trials))
     with cleared_away(lambda: os.write(1, f"{shown}\n".encode())):

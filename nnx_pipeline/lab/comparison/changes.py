@@ -24,8 +24,8 @@ MOST_LOOPS = 3  # lines whose loops are tried one by one
 _DOTS = "dots_with_no_batch_dims_saveable"
 _POLICIES = {
     "nothing kept": "nothing_saveable",
-    "dots kept": "dots_saveable",
-    "dots without batch axes kept": _DOTS,
+    "dots kept": _DOTS,
+    "all dots kept": "dots_saveable",
 }
 _HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
 # XLA computes again what would take more than this share of the device, a whole number of percent:
