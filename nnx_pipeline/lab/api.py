@@ -8,9 +8,17 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
+from nnx_pipeline.lab._tracing.calls import (
+    Call,
+    Input,
+    Traced,
+    jaxpr_of,
+    trace,
+    traced_afresh,
+)
 from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
@@ -22,7 +30,7 @@ from nnx_pipeline.lab.errors import InputError, described
 from nnx_pipeline.lab.mesh import Axes, entry_axes
 
 
-class Target(NamedTuple):
+class _Target(NamedTuple):
     platform: Platform
     mesh: Mesh | None
     device: jax.Device
@@ -52,13 +60,14 @@ def measure(
 
     Raises InputError when these do not fit together, and what the compiler raises.
     """
-    return _measured(function, arguments, target_of(mesh, platform), Clock(progress))[0]
+    return _measured(function, arguments, _target(mesh, platform), Clock(progress))[0]
 
 
 def _measured(
-    function: Callable[..., object], arguments: tuple[object, ...], target: Target, clock: Clock
+    function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
-    with abstract_call(function, arguments, target) as call:
+    check_sizes(arguments)
+    with _on_target(Call.of(function, arguments), target) as call:
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
@@ -80,13 +89,9 @@ def _measured(
 
 
 @contextlib.contextmanager
-def abstract_call(
-    function: Callable[..., object], arguments: tuple[object, ...], target: Target
-) -> Iterator[Call]:
+def _on_target(call: Call, target: _Target) -> Iterator[Call]:
     """A context to trace a call in, afresh, with shapes on the devices of the target."""
     _, mesh, device = target
-    check_sizes(arguments)
-    call = Call.of(function, arguments)
     abstract, keywords = abstract_arguments(call.given, mesh, device)
     call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
@@ -108,6 +113,19 @@ def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),
     ):
         yield
+
+
+def traced_call(
+    function: Callable[..., object],
+    *arguments: object,
+    mesh: AnyMesh = None,
+    platform: Platform | str = "cpu",
+) -> tuple[Call, ClosedJaxpr, list[Input]]:
+    """Traces a function as `measure` does: the call, its jaxpr, and the arrays that it takes."""
+    check_sizes(arguments)
+    whole = Call.of(function, arguments)
+    with _on_target(whole, _target(mesh, platform)) as call, called_with(call):
+        return call, *jaxpr_of(call)
 
 
 def compare(
@@ -139,7 +157,7 @@ def compare(
             f"platform=({', '.join(map(str, targets))}): both functions are compiled for the same "
             "platform; give it once, or twice with different settings"
         )
-    first = target_of(mesh, targets[0])
+    first = _target(mesh, targets[0])
     results: list[Measurement | str] = []
     traced: list[Traced] = []
     for function, target in zip((function_a, function_b), targets, strict=True):
@@ -161,12 +179,12 @@ def compare(
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
 
 
-def target_of(mesh: AnyMesh, platform: Platform | str) -> Target:
+def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:
     target = _platform(platform)
     needed = Axes.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
-    return Target(target, mesh_on(needed, devices), devices[0])
+    return _Target(target, mesh_on(needed, devices), devices[0])
 
 
 def _platform(platform: Platform | str) -> Platform:

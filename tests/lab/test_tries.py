@@ -1,5 +1,6 @@
 """What `memory --try` changes of a function: the same numbers, and the program of the cure."""
 
+import functools
 import json
 import math
 import signal
@@ -14,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scanned_styles as styles
+from documents import BLOCKS
 from flax import nnx
 from helpers import Run, missing, optax_promotion, user_environment
 
 from nnx_pipeline import lab
 from nnx_pipeline.lab._tracing.calls import traced_afresh
+from nnx_pipeline.lab.api import traced_call
 from nnx_pipeline.lab.comparison.changes import Change
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.lint.tries import changes_of
+from nnx_pipeline.lab.lint import tries
 
 STYLES = {
     "plain": (styles.plain_step, styles.plain_made),
@@ -37,6 +40,10 @@ PLAIN = ("memory", "scanned_styles:plain_step", "--inputs", "scanned_styles:plai
 def promotion() -> Iterator[None]:
     with optax_promotion():
         yield
+
+
+def changes_of(function: Any, *arguments: Any) -> tuple[list[Change], list[str]]:
+    return tries.changes_of(functools.partial(traced_call, function, *arguments))
 
 
 def changes(function: Any, *arguments: Any) -> dict[str, Change]:
@@ -283,3 +290,20 @@ def test_a_promise_is_kept_where_it_is_tried(platform: str, run: Run, tmp_path: 
     for row in promised:
         assert 0 < row["promised_bytes"] <= row["gain_bytes"], row["name"]
     assert all(math.isfinite(row["result"]["time"]["step_seconds"]) for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the plugin is not installed")
+def test_the_table_of_the_page(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (code,) = [one for one in BLOCKS if one.file == "my_layers.py"]
+    (shown,) = [one for one in BLOCKS if one.text.lstrip().startswith("change ")]
+    (command,) = [line for one in BLOCKS for line in one.lines if "my_layers:step" in line]
+    (tmp_path / code.file).write_text(code.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = run(*command.split()[1:])
+    assert ended.code == 0, ended.err
+    lines = [" ".join(line.split()) for line in ended.out.splitlines()]
+    if jax.__version__ == "0.10.2":
+        assert not {" ".join(line.split()) for line in shown.lines} - {*lines}
+    assert any("donate_argnums=(0, 1)" in line for line in lines)

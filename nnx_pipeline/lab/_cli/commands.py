@@ -14,7 +14,7 @@ from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
     GivenArguments,
     OfSubject,
-    Subject,
+    Shown,
     inputs_options,
     is_function,
     subject_of,
@@ -237,25 +237,6 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
     return names[0], names[-1]
 
 
-@dataclass(frozen=True)
-class Shown:
-    top: int
-    tries: bool
-
-    def check(self, subject: Subject, target: Target) -> None:
-        """Raises InputError where nothing can be tried."""
-        if subject.config is not None:
-            raise InputError(
-                f"--try is for a function, and {subject.name} is a preset; "
-                f"nnx-pipeline compare {subject.name} compares it with other settings"
-            )
-        if target.gemm == "both":
-            raise InputError(
-                "--gemm both: with --try one kind of matrix products is compiled; write "
-                "--gemm triton or --gemm cublas"
-            )
-
-
 @click.command(
     "memory",
     cls=OfSubject,
@@ -305,12 +286,14 @@ def memory_command(
     if shown.tries:
         shown.check(subject, target)
     platforms = target.settled(on_mesh=subject.config is not None).platforms()
-    from nnx_pipeline.lab._cli.measuring import run_memory, run_tries
-
     if shown.tries:
+        from nnx_pipeline.lab._cli.trying import run_tries
+
         run_tries(subject, platforms[0], outputs, shown.top)
-    else:
-        run_memory(subject, platforms, outputs, shown.top)
+        return
+    from nnx_pipeline.lab._cli.measuring import run_memory
+
+    run_memory(subject, platforms, outputs, shown.top)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from nnx_pipeline.lab._tracing import changed
-from nnx_pipeline.lab._tracing.calls import Donating, Input
+from nnx_pipeline.lab._tracing.calls import Donating
 from nnx_pipeline.lab._tracing.changed import Policy
 from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.compile._gpus import GPUS
@@ -121,48 +121,6 @@ class Watched:
 
         with changed.replaced_bodies(body_of), changed.replaced_policies(policy_of):
             yield
-
-
-def donation(kept: Sequence[Input], jit: str, name: str, unread: Sequence[Input] = ()) -> Change:
-    """The donation of the arguments that arrays are part of.
-
-    - `kept`, `jit`, `name`: as for `donation_words`.
-    - `unread`: those of them of which nobody knows whether the caller reads them again.
-    """
-    names = [*dict.fromkeys(one.parameter for one in kept)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    strange = ", ".join(dict.fromkeys(one.parameter for one in unread))
-    return Change(
-        kinds=("donation",),
-        name=f"donate {', '.join(names[:3])}{more}",
-        cure=donation_words(kept, jit, name),
-        assumes=f"{strange} of no use to the caller afterwards" if unread else "",
-        donated=tuple(dict.fromkeys(one.argument for one in kept)),
-    )
-
-
-def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
-    """What to write so that arrays are donated.
-
-    - `kept`: the arrays.
-    - `jit`: what jitted the function, see `jit_of`.
-    - `name`: that of the function.
-    """
-    numbers = tuple(dict.fromkeys(one.argument for one in kept if isinstance(one.argument, int)))
-    names = tuple(dict.fromkeys(one.parameter for one in kept))
-    options = f"donate_argnums={numbers}"
-    if not all(isinstance(one.argument, int) for one in kept):
-        options = f"donate_argnames={names}"
-    elif all(name.isidentifier() for name in names):
-        options = f"{options} or donate_argnames={names}"
-    cures = {
-        "": f"jit it with donation: jax.jit({name}, {options})",
-        "equinox": 'write eqx.filter_jit(donate="all") or, for all but the first argument, '
-        'donate="all-except-first"',
-    }
-    return (
-        f"{cures.get(jit, f'write {jit}(…, {options})')}; the caller then uses the new arrays alone"
-    )
 
 
 def loop_changes(lines: Sequence[str], *, keeping: bool = True) -> Iterator[Change]:

@@ -9,7 +9,6 @@ from jax.extend.core import Literal
 from nnx_pipeline.lab._tracing.calls import Input
 from nnx_pipeline.lab._tracing.jaxpr import is_differentiated
 from nnx_pipeline.lab._tracing.visits import each_once
-from nnx_pipeline.lab.comparison.changes import donation_words
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import ArraySize, LintedProgram, Waste
@@ -39,6 +38,30 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
             "and shapes and are not donated, so that old and new are in memory together",
             donation_words(kept, program.jit, program.function.function),
         )
+
+
+def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
+    """What to write so that arrays are donated.
+
+    - `kept`: the arrays.
+    - `jit`: what jitted the function, see `jit_of`.
+    - `name`: that of the function.
+    """
+    numbers = tuple(dict.fromkeys(one.argument for one in kept if isinstance(one.argument, int)))
+    names = tuple(dict.fromkeys(one.parameter for one in kept))
+    options = f"donate_argnums={numbers}"
+    if not all(isinstance(one.argument, int) for one in kept):
+        options = f"donate_argnames={names}"
+    elif all(name.isidentifier() for name in names):
+        options = f"{options} or donate_argnames={names}"
+    cures = {
+        "": f"jit it with donation: jax.jit({name}, {options})",
+        "equinox": 'write eqx.filter_jit(donate="all") or, for all but the first argument, '
+        'donate="all-except-first"',
+    }
+    return (
+        f"{cures.get(jit, f'write {jit}(…, {options})')}; the caller then uses the new arrays alone"
+    )
 
 
 def updated_arguments(program: LintedProgram) -> list[int]:

@@ -1,23 +1,20 @@
 """Finds what can be changed of a function, without its source, to make its program smaller."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from nnx_pipeline.lab._tracing.calls import jaxpr_of, jit_of
+from jax.extend.core import ClosedJaxpr
+
+from nnx_pipeline.lab._tracing.calls import Call, Input, jit_of
 from nnx_pipeline.lab._tracing.jaxpr import place_of
-from nnx_pipeline.lab.api import abstract_call, target_of
 from nnx_pipeline.lab.comparison.changes import (
     Change,
     Watched,
-    donation,
     loop_changes,
     policy_changes,
 )
-from nnx_pipeline.lab.compile._functions import called_with
-from nnx_pipeline.lab.compile._places import AnyMesh
-from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.lint._facts import LintedProgram, kind_of
-from nnx_pipeline.lab.lint._rules_donation import updated_arguments
+from nnx_pipeline.lab.lint._rules_donation import donation_words, updated_arguments
 from nnx_pipeline.lab.lint._walk import as_loop
 
 _NO_DONATION = "donation: no argument has the dtypes and shapes of results that have no donor yet"
@@ -31,20 +28,18 @@ _NO_CHECKPOINTS = "policies: the function calls no jax.checkpoint (or does so wi
 
 
 def changes_of(
-    function: Callable[..., object],
-    *arguments: object,
-    mesh: AnyMesh = None,
-    platform: Platform | str = "cpu",
+    traced_call: Callable[[], tuple[Call, ClosedJaxpr, Sequence[Input]]],
 ) -> tuple[list[Change], list[str]]:
-    """Traces a function and finds what to change; and why there is nothing, for each kind.
+    """What can be changed of a function; and why there is nothing, for each kind of change.
 
-    The parameters are those of `measure`. Settings of the compiler are not among the changes.
+    - `traced_call`: traces a call of it, see `api.traced_call`; called several times.
+
+    Settings of the compiler are not among the changes.
     """
-    target, watched = target_of(mesh, platform), Watched()
+    watched = Watched()
 
     def traced() -> LintedProgram:
-        with abstract_call(function, arguments, target) as call, called_with(call):
-            program, inputs = jaxpr_of(call)
+        call, program, inputs = traced_call()
         place = place_of(call.function)
         return LintedProgram(program, frozenset(), inputs, place, jit_of(call.function))
 
@@ -80,10 +75,28 @@ def _donations(program: LintedProgram) -> Iterator[Change]:
     name = program.function.function
     inputs, updated = program.inputs, updated_arguments(program)
     if updated:
-        yield donation([inputs[at] for at in updated], program.jit, name)
+        yield _donation([inputs[at] for at in updated], program.jit, name)
     if others := _fitting(program, {inputs[at].argument for at in updated}):
         kept = [inputs[at] for at in sorted([*updated, *others])]
-        yield donation(kept, program.jit, name, unread=[inputs[at] for at in others])
+        yield _donation(kept, program.jit, name, unread=[inputs[at] for at in others])
+
+
+def _donation(kept: Sequence[Input], jit: str, name: str, unread: Sequence[Input] = ()) -> Change:
+    """The donation of the arguments that arrays are part of.
+
+    - `kept`, `jit`, `name`: as for `donation_words`.
+    - `unread`: those of them of which nobody knows whether the caller reads them again.
+    """
+    names = [*dict.fromkeys(one.parameter for one in kept)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    strange = ", ".join(dict.fromkeys(one.parameter for one in unread))
+    return Change(
+        kinds=("donation",),
+        name=f"donate {', '.join(names[:3])}{more}",
+        cure=donation_words(kept, jit, name),
+        assumes=f"{strange} of no use to the caller afterwards" if unread else "",
+        donated=tuple(dict.fromkeys(one.argument for one in kept)),
+    )
 
 
 def _fitting(program: LintedProgram, taken: Collection[int | str]) -> list[int]:
