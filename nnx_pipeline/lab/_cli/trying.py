@@ -1,11 +1,9 @@
 """What `memory --try` does; apart from the others, which need less."""
 
-import functools
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-
-from rich.console import RenderableType
 
 from nnx_pipeline.lab._cli.outputs import MemoryOutputs
 from nnx_pipeline.lab._cli.progress import progress
@@ -45,21 +43,37 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
         say(f"compiling for {platform}")
         base = compiled(AS_IT_IS)
         trials = Trials(base=base, left_out=left_out, promised=promised(base))
-        changes += setting_changes(trials.base, platform)
-        _try_all(trials, changes, compiled, say, functools.partial(trials_view, title))
+        changes += setting_changes(base, platform)
+        with _shown_if_interrupted(trials, title, 2 if outputs.to_standard_output else 1) as draw:
+            _try_all(trials, changes, compiled, say, draw)
     show(trials_view(title, trials), json_path=outputs.json_path)
     outputs.say_words(words.CHANGES, words.MEMORY, words.TIME)
-    buffers = trials.base.attribution
+    buffers = base.attribution
     emit_json(
         outputs.json_path,
         {
-            **trials.base.to_json(),
+            **base.to_json(),
             "buffers": buffers and buffers.to_json(),
             **trials.to_json(),
         },
     )
-    outputs.write_measurement(title, [trials.base], most, trials_remarks(trials))
-    outputs.write_profile(title, trials.base)
+    outputs.write_measurement(title, [base], most, trials_remarks(trials))
+    outputs.write_profile(title, base)
+
+
+@contextlib.contextmanager
+def _shown_if_interrupted(
+    trials: Trials, title: str, descriptor: int
+) -> Iterator[Callable[[], None]]:
+    """A context whose table is printed if the command is interrupted, as it was drawn last."""
+    drawn = ""
+
+    def draw() -> None:
+        nonlocal drawn  # another thread prints it, which may import nothing
+        drawn = f"{as_text(trials_view(title, trials))}\n"
+
+    with cleared_away(lambda: os.write(descriptor, drawn.encode())):
+        yield draw
 
 
 def _try_all(
@@ -67,24 +81,21 @@ def _try_all(
     changes: Sequence[Change],
     compiled: Callable[[Change], Measurement],
     say: Progress,
-    view: Callable[[Trials], RenderableType],
+    draw: Callable[[], None],
 ) -> None:
-    """Tries each change, and the best ones together; a run that is interrupted prints the table of
-    those before."""
+    """Tries each change, and the best ones together."""
     first = trials.base.seconds["trace"] + trials.base.seconds["compile"]
-    total = len(changes) + (len({change.kinds for change in changes}) > 1)
+    total = trials.waiting = len(changes) + (len({change.kinds for change in changes}) > 1)
     say(f"up to {counted(total, 'compile')} to come; the first took {first:,.0f} s")
-    # Drawn now, since another thread prints it, which may import nothing.
-    shown = as_text(view(trials))
-    with cleared_away(lambda: os.write(1, f"{shown}\n".encode())):
-        for number, change in enumerate(itertools.chain(changes, _last(trials)), 1):
-            say(f"{number} of {total}: {change.name}")
-            trials.waiting = total - number
-            try:
-                trials.tried.append(Trial(change=change, result=compiled(change)))
-            except Exception as error:  # a change may break any function in any way
-                trials.tried.append(Trial(change=change, error=described(error, most=200)))
-            shown = as_text(view(trials))
+    draw()
+    for number, change in enumerate(itertools.chain(changes, _last(trials)), 1):
+        say(f"{number} of {total}: {change.name}")
+        try:
+            trials.tried.append(Trial(change=change, result=compiled(change)))
+        except Exception as error:  # a change may break any function in any way
+            trials.tried.append(Trial(change=change, error=described(error, most=200)))
+        trials.waiting = total - number
+        draw()
     trials.waiting = 0
 
 

@@ -19,8 +19,7 @@ from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 
 Kind = Literal["donation", "loop", "policy", "setting"]
-TOGETHER = "the best of each kind together"
-MOST_LOOPS = 3  # lines whose loops are tried one by one
+_MOST_LOOPS = 3  # lines whose loops are tried one by one
 _DOTS = "dots_with_no_batch_dims_saveable"
 _POLICIES = {
     "nothing kept": "nothing_saveable",
@@ -96,7 +95,7 @@ def together(changes: Sequence[Change]) -> Change:
             single[name] = single.get(name) or getattr(change, name)
     return Change(
         kinds=tuple(kind for change in changes for kind in change.kinds),
-        name=TOGETHER,
+        name="the best of each kind together",
         cure=" + ".join(change.name for change in changes),
         **single,
     )
@@ -126,7 +125,7 @@ class Watched:
 def loop_changes(lines: Sequence[str], *, keeping: bool = True) -> Iterator[Change]:
     """A checkpoint around the body of the loops that these lines call: of all, of each line alone,
     and, where `keeping`, of all with a policy that keeps products."""
-    groups = [[line] for line in lines[:MOST_LOOPS]] if len(lines) > 1 else []
+    groups = [[line] for line in lines[:_MOST_LOOPS]] if len(lines) > 1 else []
     what = "jax.checkpoint(body, prevent_cse=False"
     for group in ([*lines], *groups):
         places = ", ".join(map(_short, group))

@@ -7,12 +7,7 @@ from jax.extend.core import ClosedJaxpr
 
 from nnx_pipeline.lab._tracing.calls import Call, Input, jit_of
 from nnx_pipeline.lab._tracing.jaxpr import place_of
-from nnx_pipeline.lab.comparison.changes import (
-    Change,
-    Watched,
-    loop_changes,
-    policy_changes,
-)
+from nnx_pipeline.lab.comparison.changes import Change, Watched, loop_changes, policy_changes
 from nnx_pipeline.lab.lint._facts import LintedProgram, kind_of
 from nnx_pipeline.lab.lint._rules_donation import donation_words, updated_arguments
 from nnx_pipeline.lab.lint._walk import as_loop
@@ -45,8 +40,11 @@ def changes_of(
 
     def is_smaller(line: str) -> bool:
         (change,) = loop_changes([line], keeping=False)
-        with change.applied():
-            return _stacked_bytes(traced()) < _stacked_bytes(program)
+        try:
+            with change.applied():
+                return _stacked_bytes(traced()) < _stacked_bytes(program)
+        except Exception:  # such as of effects that a checkpoint cannot have: its row says why
+            return True
 
     with watched.watching():
         program = traced()
