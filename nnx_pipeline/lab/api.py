@@ -8,9 +8,17 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
+from nnx_pipeline.lab._tracing.calls import (
+    Call,
+    Input,
+    Traced,
+    jaxpr_of,
+    trace,
+    traced_afresh,
+)
 from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats, without_static
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
@@ -58,30 +66,36 @@ def measure(
 def _measured(
     function: Callable[..., object], arguments: tuple[object, ...], target: _Target, clock: Clock
 ) -> tuple[Measurement, Traced]:
-    platform, mesh, device = target
     check_sizes(arguments)
-    call = Call.of(function, arguments)
-    abstract, keywords = abstract_arguments(call.given, mesh, device)
-    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
-    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
+    with _on_target(Call.of(function, arguments), target) as call:
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
             lowered = lower_traced(
                 traced.program,
-                platform,
+                target.platform,
                 clock,
-                dict(mesh.shape) if mesh is not None else {},
+                dict(target.mesh.shape) if target.mesh is not None else {},
                 {
                     "function": name_of(function),
-                    "arguments": _shapes((abstract, keywords)),
+                    "arguments": _shapes(call.given),
                     **({"bound": call.settings} if call.settings else {}),
                 },
             )
         result = lowered.measure()
-    placement = _placement_notes((abstract, keywords), platform, mesh)
+    placement = _placement_notes(call.given, target.platform, target.mesh)
     notes = [*traced.notes, *result.notes, *placement]
     return dataclasses.replace(result, notes=tuple(notes)), traced
+
+
+@contextlib.contextmanager
+def _on_target(call: Call, target: _Target) -> Iterator[Call]:
+    """A context to trace a call in, afresh, with shapes on the devices of the target."""
+    _, mesh, device = target
+    abstract, keywords = abstract_arguments(call.given, mesh, device)
+    call = dataclasses.replace(call, arguments=abstract, keywords=keywords)
+    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
+        yield call
 
 
 @contextlib.contextmanager
@@ -99,6 +113,19 @@ def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),
     ):
         yield
+
+
+def traced_call(
+    function: Callable[..., object],
+    *arguments: object,
+    mesh: AnyMesh = None,
+    platform: Platform | str = "cpu",
+) -> tuple[Call, ClosedJaxpr, list[Input]]:
+    """Traces a function as `measure` does: the call, its jaxpr, and the arrays that it takes."""
+    check_sizes(arguments)
+    whole = Call.of(function, arguments)
+    with _on_target(whole, _target(mesh, platform)) as call, called_with(call):
+        return call, *jaxpr_of(call)
 
 
 def compare(

@@ -266,16 +266,16 @@ def test_readme_is_short_and_names_the_pages():
 
 
 def test_every_block_is_of_a_kind_that_is_run():
-    """Output that is shown below no code is that of the budget, of `train` and of `explain`.
+    """Output that is shown below no code is that of the budget, `train`, `explain` and `--try`.
 
-    Their own tests read them: the one below, test_resume.py and test_explain.py, which also makes
-    a dump as the flags of XLA do. The script for several hosts is
+    Their own tests read them: the one below, test_resume.py, test_tries.py and test_explain.py,
+    which also makes a dump as the flags of XLA do. The script for several hosts is
     no block of `python`: test_two_processes.py runs its like.
     """
     assert {block.language for block in BLOCKS} <= LANGUAGES
     alone = [block.text.split()[0] for block in BLOCKS if block.language == "text"]
     flags = 'XLA_FLAGS="--xla_dump_to=dump'
-    assert sorted(alone) == ["$", "MemoryExceeded:", flags, "from", "line"]
+    assert sorted(alone) == ["$", "MemoryExceeded:", flags, "change", "from", "line"]
     shown = sum(1 for block in BLOCKS if block.shown)
     assert TEXT.count("```") == 2 * (len(BLOCKS) + shown)
 

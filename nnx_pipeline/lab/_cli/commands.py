@@ -14,6 +14,7 @@ from nnx_pipeline.lab._cli.presets import presets
 from nnx_pipeline.lab._cli.subject import (
     GivenArguments,
     OfSubject,
+    Shown,
     inputs_options,
     is_function,
     subject_of,
@@ -245,14 +246,25 @@ def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
 )
 @subject_options
 @options.target_options()
-@options.top_option
+@options.bundled(
+    "shown",
+    Shown,
+    options.top_option,
+    click.option(
+        "--try",
+        "tries",
+        is_flag=True,
+        help="Compile your function with each change that needs none of its source, and show what "
+        "each gains in memory and costs in time, in the place of the tables.",
+    ),
+)
 @options.memory_options
 def memory_command(
     name: str | None,
     inputs: GivenArguments,
     chosen: Chosen,
     target: Target,
-    top: int,
+    shown: Shown,
     outputs: MemoryOutputs,
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
@@ -263,13 +275,25 @@ def memory_command(
     that, the estimated time of a step is listed by line of source and by pass. For
     NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
     has the second program under `other_gemm`.
+
+    With --try the changes are: donation of what results can take the memory of; jax.checkpoint
+    around the bodies of loops that store much; other policies, where the function calls
+    jax.checkpoint; settings of the compiler; and the best of each kind together. Each is a compile
+    of its own, and Ctrl-C shows what there is so far. No change but the settings changes a result.
     """
     subject = subject_of(name, chosen, inputs, target.mesh, target.dcn)
     outputs.check()
+    if shown.tries:
+        shown.check(subject, target)
     platforms = target.settled(on_mesh=subject.config is not None).platforms()
+    if shown.tries:
+        from nnx_pipeline.lab._cli.trying import run_tries
+
+        run_tries(subject, platforms[0], outputs, shown.top)
+        return
     from nnx_pipeline.lab._cli.measuring import run_memory
 
-    run_memory(subject, platforms, outputs, top)
+    run_memory(subject, platforms, outputs, shown.top)
 
 
 @dataclass(frozen=True)

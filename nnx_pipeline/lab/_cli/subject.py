@@ -12,7 +12,7 @@ import click
 from nnx_pipeline.lab._cli import completion
 from nnx_pipeline.lab._cli.options import bundled, config_options
 from nnx_pipeline.lab._cli.presets import presets
-from nnx_pipeline.lab._cli.values import Chosen
+from nnx_pipeline.lab._cli.values import Chosen, Target
 from nnx_pipeline.lab.errors import InputError, nearest, note
 from nnx_pipeline.lab.mesh import Axes, MeshConfig
 
@@ -90,6 +90,25 @@ class Subject:
         if isinstance(self.mesh, MeshConfig):
             return presets().title(self.name, self.config, self.mesh)
         return f"{self.name} on {self.mesh}"
+
+
+@dataclass(frozen=True)
+class Shown:
+    top: int
+    tries: bool
+
+    def check(self, subject: Subject, target: Target) -> None:
+        """Raises InputError where nothing can be tried."""
+        if subject.config is not None:
+            raise InputError(
+                f"--try is for a function, and {subject.name} is a preset; "
+                f"nnx-pipeline compare {subject.name} compares it with other settings"
+            )
+        if target.gemm == "both":
+            raise InputError(
+                "--gemm both: with --try one kind of matrix products is compiled; write "
+                "--gemm triton or --gemm cublas"
+            )
 
 
 def is_function(name: str) -> bool:

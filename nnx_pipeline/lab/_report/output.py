@@ -91,13 +91,16 @@ class Screen(Console):
 
 
 def as_text(view: RenderableType) -> str:
-    """What `show` prints where the output is no terminal."""
-    screen = Screen(width=None if os.environ.get("COLUMNS") else WIDTH_OF_FILES)
+    """What `show` prints, without colours."""
+    screen = Screen(width=_width())
     return "".join(segment.text for segment in screen.render(view)).rstrip("\n")
 
 
 def show(view: RenderableType, *, json_path: str | None) -> None:
     if json_path != "-":
-        # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
-        width = None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
-        Screen(width=width).print(printable(view) if isinstance(view, str) else view)
+        Screen(width=_width()).print(printable(view) if isinstance(view, str) else view)
+
+
+def _width() -> int | None:
+    # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
+    return None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,14 @@ jax.tree_util.register_pytree_with_keys(
 
 
 @dataclass(frozen=True)
+class Donating:
+    """A function, jitted or not, that is to donate further arguments, by number or name."""
+
+    func: Callable[..., object]
+    donated: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class Call:
     """A function with everything that it is called with. A jitted function is taken out of the
     partial or method around it, and the arrays that these bind are arguments like any others. So is
@@ -65,11 +73,14 @@ class Call:
     keywords: dict[str, object] = field(default_factory=dict)
     bound: int = 0  # how many arguments were bound to the function
     settings: dict[str, object] = field(default_factory=dict)  # what is given by name, but arrays
+    donated: tuple[int | str, ...] = ()  # what is donated beside what the function's jit donates
 
     @classmethod
     def of(cls, function: Callable[..., object], arguments: tuple[object, ...]) -> "Call":
         """The call of a function, of whose arguments the last may be `Keywords`. Raises InputError
         for names that it does not have, and for a function that `nnx.jit_partial` made."""
+        if isinstance(function, Donating):
+            return replace(cls.of(function.func, arguments), donated=function.donated)
         arguments, named = _named(function, arguments)
         settings = nnx_state.settings_of(functools.partial(function, **named))
         inner: Any = function
@@ -128,7 +139,8 @@ def trace(call: Call) -> Traced:
     without jit donates nothing. NNX state that it changes in place is added to the results. Raises
     InputError if a `jax.jit` drops such changes, and for changes of state that is no argument."""
     with _changes_are_of_arguments(call.function):
-        return _trace_jitted(call) if hasattr(call.function, "trace") else _trace_plain(call)
+        is_whole = hasattr(call.function, "trace") and not call.donated
+        return _trace_jitted(call) if is_whole else _trace_plain(call)
 
 
 class Input(NamedTuple):
@@ -215,13 +227,14 @@ def _trace_jitted(call: Call) -> Traced:
 
 
 def _trace_plain(call: Call) -> Traced:
-    # A function that another library jitted goes here too.
+    # A function that another library jitted, or that is to donate more, goes here too.
     used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))
     arguments, keywords = used.take(call.given)
     donated: list[int | str] = []
     if lowers := _lowers(call.function):
         once = jax.make_jaxpr(used)(*arguments, **keywords)
         donated, notes = _donated_arguments(once, arguments, keywords)
+    donated = [*{*donated, *call.donated}]
     numbers = [one for one in donated if isinstance(one, int)]
     names = [one for one in donated if isinstance(one, str)]
     jitted = jax.jit(used, donate_argnums=numbers, donate_argnames=names)

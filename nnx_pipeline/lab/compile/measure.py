@@ -54,6 +54,7 @@ class Measurement:
       `device`.
     - `hlo`: the compiled program as text; empty for a measurement from a cache, which keeps its
       `kept_fingerprint` instead.
+    - `buffer_assignment`: the compiler's text of it; None where it wrote none, and from a cache.
     - `attribution`: what the heap holds at its peak; None where the compiler wrote no buffer
       assignment.
     - `assigned`: what lies in device memory outside the heap; None in the same case.
@@ -88,6 +89,7 @@ class Measurement:
     versions: dict[str, str | None]
     hlo: str = dataclasses.field(repr=False)
     kept_fingerprint: str = dataclasses.field(default="", repr=False)
+    buffer_assignment: str | None = dataclasses.field(default=None, repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
     assigned: Assigned | None = dataclasses.field(default=None, repr=False)
     time: Time | None = dataclasses.field(default=None, repr=False)
@@ -175,8 +177,11 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """The measurement as `measure --json` writes it."""
-        fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured", "choices"):
+        without = dataclasses.replace(self, hlo="", buffer_assignment=None, attribution=None)
+        fields = dataclasses.asdict(without)
+        for name in ("hlo", "buffer_assignment", "kept_fingerprint", "attribution", "assigned"):
+            del fields[name]
+        for name in ("measured", "choices"):
             del fields[name]
         for name in ("tokens", "price"):  # `rate` has them
             del fields[name]
@@ -195,7 +200,9 @@ class Measurement:
 
     def to_cache(self) -> dict[str, Any]:
         """Every field but the text of the program, as values that JSON can hold."""
-        kept = dataclasses.replace(self, hlo="", kept_fingerprint=self.fingerprint)
+        kept = dataclasses.replace(
+            self, hlo="", buffer_assignment=None, kept_fingerprint=self.fingerprint
+        )
         return dataclasses.asdict(kept)
 
     @classmethod
@@ -257,6 +264,7 @@ class Lowered:
             seconds=clock.seconds,
             versions={"libtpu": None, **platform.versions(), "python": python},
             hlo=found.hlo,
+            buffer_assignment=text,
             **{**program, "notes": (*found.notes, *program["notes"])},
         )
 

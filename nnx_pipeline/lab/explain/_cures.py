@@ -78,6 +78,13 @@ def cures_of(
     return tuple(sorted(found, key=lambda cure: (-(cure.gain_bytes or 0), -cure.bytes)))
 
 
+def promises_of(rows: Sequence[Buffer], placed: Placed) -> dict[str, int]:
+    """What a donation, and a checkpoint in the loops, gain at least; without what gains nothing."""
+    loops = [cure.gain_bytes or 0 for cure, _ in _residuals(rows, placed)]
+    found = {"donation": placed.donations()[1], "loop": max(loops, default=0)}
+    return {kind: gain for kind, gain in found.items() if gain}
+
+
 _Found = Iterator[tuple[Cure, list[Buffer]]]
 
 

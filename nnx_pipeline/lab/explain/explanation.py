@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx_pipeline.lab._files import local, read_regular
+from nnx_pipeline.lab._hlo.buffers import read_buffers
+from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Memory
+from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.lab.explain._cures import Cure, cures_of
+from nnx_pipeline.lab.explain._cures import Cure, cures_of, promises_of
 from nnx_pipeline.lab.explain._gains import Placed
 from nnx_pipeline.lab.explain._program import (
     BEGINS_HLO,
@@ -141,6 +144,16 @@ def _of_program(source: str, program: Program) -> Explanation:
         others=program.others,
         notes=figures.notes,
     )
+
+
+def promised(measured: Measurement) -> dict[str, int]:
+    """The bytes that changes of a compiled program gain at least, by the kind of the change, as far
+    as the places of its buffers tell; nothing for a program of the CPU's compiler."""
+    rows, text = measured.attribution, measured.buffer_assignment
+    if rows is None or text is None or measured.is_of_cpu:
+        return {}
+    placed = Placed(parse(measured.hlo), read_buffers(text), measured.hlo)
+    return promises_of(rows.buffers, placed) if placed.buffers.schedule else {}
 
 
 def _of_messages(found: Explanation) -> Explanation:

@@ -25,7 +25,7 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
     is a term of the result: in a program with a backward pass, or for several arrays of one
     argument. x + f(x) of a layer is no update.
     """
-    numbers = _kept_arguments(program)
+    numbers = updated_arguments(program)
     kept = [program.inputs[number] for number in numbers]
     sizes = [program.device_bytes(program.input(number)) for number in numbers]
     total = ArraySize(sum(one.bytes for one in sizes), all(one.per_device for one in sizes))
@@ -36,11 +36,17 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
             total,
             f"{' and '.join(names)} ({counted(len(kept), 'array')}) come back with the same dtypes "
             "and shapes and are not donated, so that old and new are in memory together",
-            _donate(program, kept),
+            donation_words(kept, program.jit, program.function.function),
         )
 
 
-def _donate(program: LintedProgram, kept: Sequence[Input]) -> str:
+def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
+    """What to write so that arrays are donated.
+
+    - `kept`: the arrays.
+    - `jit`: what jitted the function, see `jit_of`.
+    - `name`: that of the function.
+    """
     numbers = tuple(dict.fromkeys(one.argument for one in kept if isinstance(one.argument, int)))
     names = tuple(dict.fromkeys(one.parameter for one in kept))
     options = f"donate_argnums={numbers}"
@@ -48,17 +54,17 @@ def _donate(program: LintedProgram, kept: Sequence[Input]) -> str:
         options = f"donate_argnames={names}"
     elif all(name.isidentifier() for name in names):
         options = f"{options} or donate_argnames={names}"
-    name = program.function.function
     cures = {
         "": f"jit it with donation: jax.jit({name}, {options})",
         "equinox": 'write eqx.filter_jit(donate="all") or, for all but the first argument, '
         'donate="all-except-first"',
     }
-    cure = cures.get(program.jit, f"write {program.jit}(…, {options})")
-    return f"{cure}; the caller then uses the new arrays alone"
+    return (
+        f"{cures.get(jit, f'write {jit}(…, {options})')}; the caller then uses the new arrays alone"
+    )
 
 
-def _kept_arguments(program: LintedProgram) -> list[int]:
+def updated_arguments(program: LintedProgram) -> list[int]:
     """The numbers of the inputs that results update, each result another, and without donation."""
     updates = [_updated(program, value) for value in program.results()]
     taken: dict[int, bool] = {}

@@ -41,3 +41,9 @@ BUFFERS = {
     "fragmentation": "Holes between buffers.",
     "padding": "What the device's layout of an array takes beyond its elements.",
 }
+CHANGES = {
+    "gain": "By how much the account gets smaller with a change, by a compile of its own.",
+    "promised": "What a change gains at least, by the places of the buffers in the program as it "
+    "is, as explain says it.",
+    "sent": "The results of all collectives of a step.",
+}

@@ -1,0 +1,105 @@
+"""What `memory --try` does; apart from the others, which need less."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from nnx_pipeline.lab._cli.outputs import MemoryOutputs
+from nnx_pipeline.lab._cli.progress import progress
+from nnx_pipeline.lab._cli.subject import Subject
+from nnx_pipeline.lab._cli.support import compiler_errors
+from nnx_pipeline.lab._ending import cleared_away
+from nnx_pipeline.lab._report.output import as_text, emit_json, show
+from nnx_pipeline.lab._report.trials import trials_remarks, trials_view
+from nnx_pipeline.lab._report.view import words
+from nnx_pipeline.lab.api import measure, traced_call
+from nnx_pipeline.lab.comparison.changes import AS_IT_IS, Change, setting_changes, together
+from nnx_pipeline.lab.comparison.trials import Trial, Trials
+from nnx_pipeline.lab.compile._functions import find_function
+from nnx_pipeline.lab.compile.measure import Measurement, Progress
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import counted, described
+from nnx_pipeline.lab.explain.explanation import promised
+from nnx_pipeline.lab.lint.tries import changes_of
+
+
+def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most: int) -> None:
+    """Compiles the function as it is, then with each change, and shows what these gain and cost."""
+    title = f"{subject.title()}, {platform}: per device"
+    with progress() as say, compiler_errors():
+        grid, arguments = subject.inputs.on(subject.mesh, platform)
+        function = find_function(subject.name)
+        say("tracing: what can be changed")
+        changes, left_out = changes_of(
+            lambda: traced_call(function, *arguments, mesh=grid, platform=platform)
+        )
+
+        def compiled(change: Change) -> Measurement:
+            with change.applied():
+                changed, target = change.of(function), change.on(platform)
+                return measure(changed, *arguments, mesh=grid, platform=target)
+
+        say(f"compiling for {platform}")
+        base = compiled(AS_IT_IS)
+        trials = Trials(base=base, left_out=left_out, promised=promised(base))
+        changes += setting_changes(base, platform)
+        with _shown_if_interrupted(trials, title, 2 if outputs.to_standard_output else 1) as draw:
+            _try_all(trials, changes, compiled, say, draw)
+    show(trials_view(title, trials), json_path=outputs.json_path)
+    outputs.say_words(words.CHANGES, words.MEMORY, words.TIME)
+    buffers = base.attribution
+    emit_json(
+        outputs.json_path,
+        {
+            **base.to_json(),
+            "buffers": buffers and buffers.to_json(),
+            **trials.to_json(),
+        },
+    )
+    outputs.write_measurement(title, [base], most, trials_remarks(trials))
+    outputs.write_profile(title, base)
+
+
+@contextlib.contextmanager
+def _shown_if_interrupted(
+    trials: Trials, title: str, descriptor: int
+) -> Iterator[Callable[[], None]]:
+    """A context whose table is printed if the command is interrupted, as it was drawn last."""
+    drawn = ""
+
+    def draw() -> None:
+        nonlocal drawn  # another thread prints it, which may import nothing
+        drawn = f"{as_text(trials_view(title, trials))}\n"
+
+    with cleared_away(lambda: os.write(descriptor, drawn.encode())):
+        yield draw
+
+
+def _try_all(
+    trials: Trials,
+    changes: Sequence[Change],
+    compiled: Callable[[Change], Measurement],
+    say: Progress,
+    draw: Callable[[], None],
+) -> None:
+    """Tries each change, and the best ones together."""
+    first = trials.base.seconds["trace"] + trials.base.seconds["compile"]
+    total = trials.waiting = len(changes) + (len({change.kinds for change in changes}) > 1)
+    say(f"up to {counted(total, 'compile')} to come; the first took {first:,.0f} s")
+    draw()
+    for number, change in enumerate(itertools.chain(changes, _last(trials)), 1):
+        say(f"{number} of {total}: {change.name}")
+        try:
+            trials.tried.append(Trial(change=change, result=compiled(change)))
+        except Exception as error:  # a change may break any function in any way
+            trials.tried.append(Trial(change=change, error=described(error, most=200)))
+        trials.waiting = total - number
+        draw()
+    trials.waiting = 0
+
+
+def _last(trials: Trials) -> Iterator[Change]:
+    """The best changes together, once all others are tried; nothing for one alone."""
+    if len(best := trials.best()) > 1:
+        yield together(best)
