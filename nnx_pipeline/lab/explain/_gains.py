@@ -16,7 +16,8 @@ from nnx_pipeline.lab.attribution._peak import Slot, live_bytes, slots_of
 from nnx_pipeline.lab.attribution.account import in_outputs
 from nnx_pipeline.lab.explain._program import aliased_outputs
 
-# What a temporary that needs another place takes there beside its bytes, on a TPU at the most.
+# What another place takes beside the bytes that it is for, on a TPU at the most: the place of a
+# temporary, or of an array that is donated, which libtpu 0.0.50 copies through one.
 _PLACE = 2**15
 Kept = Callable[[BufferValue, Shape], int | None]  # the bytes that stay; None for all
 
@@ -81,8 +82,7 @@ class Placed:
             if taken is not None:
                 fitting.remove(taken)
                 found.append(Given(int(argument.literal), argument.op_name, part.bytes))
-                scratch = self._scratch(taken)
-                gain += max(0, taken.bytes - scratch - (_PLACE if scratch else 0))
+                gain += max(0, taken.bytes - self._scratch(taken) - _PLACE)
         return found, gain
 
     def _free_results(self) -> dict[str, list[Allocation]]:
