@@ -87,7 +87,7 @@ def teraflops(flops: int | None) -> str:
 
 
 def relative_change(before: float, after: float) -> str:
-    """By what share a figure grows, such as `−19.2%`; of what was next to nothing, that it is much."""
+    """By what share a figure grows, such as `−19.2%`; or that it is much more."""
     share = after / before - 1
     return "over +9,999%" if share > 99.99 else f"{share:+.1%}".replace("-", "−")
 
