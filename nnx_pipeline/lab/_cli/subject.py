@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nnx_pipeline.lab.compile.platform import Platform
 
-WHAT = "a preset, MODULE:FUNCTION, FILE.py:FUNCTION, or a config.yml"
+WHAT = "a preset, a config.yml, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True)
