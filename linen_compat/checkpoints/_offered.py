@@ -18,6 +18,7 @@ from linen_compat.formats._orbax.layouts import NNX
 from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, claimed, with_checksum
 from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
+from linen_compat.maxtext.config import config_from_yaml, mesh_from_yaml
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import local, read_regular, write_text
 from nnx_pipeline.lab.errors import unparsed
@@ -28,8 +29,10 @@ __all__ = [
     "begin",
     "check_savable",
     "claimed",
+    "config_from_yaml",
     "load",
     "load_newest",
+    "mesh_from_yaml",
     "read_config",
     "save_step",
     "saved_run",

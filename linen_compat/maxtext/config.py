@@ -10,6 +10,7 @@ import yaml
 from linen_compat.maxtext import _deepseek as deepseek
 from linen_compat.maxtext import _keys as keys
 from linen_compat.maxtext._families import fields_of_block, keys_of_preset
+from linen_compat.maxtext._mesh import mesh_of, on_mesh
 from linen_compat.maxtext._values import (
     DEFAULTS,
     Fields,
@@ -19,7 +20,15 @@ from linen_compat.maxtext._values import (
     typed,
     wrong_type,
 )
-from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
+from nnx_pipeline import (
+    Config,
+    InputError,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    preset,
+)
 from nnx_pipeline.config._overrides import known_keys
 from nnx_pipeline.config._remat import POLICIES
 from nnx_pipeline.config.config import SECTIONS
@@ -98,8 +107,17 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
         raise InputError(f"{error}{names}") from error
 
 
-def config_from_yaml(name: str) -> Config:
-    """The config of a MaxText YAML file, of a YAML of this project's sections, or a preset."""
+def mesh_from_yaml(name: str, devices: int | None, slices: int) -> MeshConfig:
+    """The mesh of a MaxText YAML file, see `mesh_of`; one device for any other YAML."""
+    raw = _read_yaml(name)
+    return MeshConfig() if _has_sections(raw) else mesh_of(raw, devices, slices)
+
+
+def config_from_yaml(name: str, mesh: MeshConfig | None = None) -> Config:
+    """The config of a MaxText YAML file, of a YAML of this project's sections, or a preset.
+
+    - `mesh`: takes the place of MaxText's parallelisms.
+    """
     if not name or not local(name).exists():
         if name in PRESETS:
             return preset(name)
@@ -108,9 +126,13 @@ def config_from_yaml(name: str) -> Config:
             f"YAML with {', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
         )
     raw = _read_yaml(name)
-    if "model" in raw and set(raw) <= set(SECTIONS):
+    if _has_sections(raw):
         return _from_sections(name, raw)
-    return config_from_maxtext(raw)
+    return config_from_maxtext(raw if mesh is None else on_mesh(raw, mesh))
+
+
+def _has_sections(raw: Values) -> bool:
+    return "model" in raw and set(raw) <= set(SECTIONS)
 
 
 def _read_yaml(path: str | Path) -> Fields:

@@ -10,9 +10,11 @@ from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.presets import PRESETS, preset
 from nnx_pipeline.experiments._advice import ADVICE
 from nnx_pipeline.experiments._claim_table import CLAIM_TABLE
+from nnx_pipeline.lab._cli.presets import is_file
 from nnx_pipeline.lab._lazy import lazy
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
+from nnx_pipeline.train._cli.checkpoints import checkpoints
 
 if TYPE_CHECKING:
     from nnx_pipeline.experiments._programs import measure_step
@@ -29,6 +31,7 @@ __all__ = [
     "fields",
     "lint_config",
     "measure_step",
+    "mesh_of",
     "names",
     "title",
     "to_dict",
@@ -45,8 +48,13 @@ def fields() -> list[str]:
     return list(known_keys())
 
 
-def config_of(name: str, assignments: Sequence[str]) -> Config:
-    return apply_overrides(preset(name), parse_overrides(assignments))
+def config_of(name: str, assignments: Sequence[str], mesh: MeshConfig | None = None) -> Config:
+    config = checkpoints().config_from_yaml(name, mesh) if is_file(name) else preset(name)
+    return apply_overrides(config, parse_overrides(assignments))
+
+
+def mesh_of(name: str, devices: int | None, slices: int) -> MeshConfig:
+    return checkpoints().mesh_from_yaml(name, devices, slices)
 
 
 def title(name: str, config: Config, mesh: MeshConfig) -> str:

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def test_a_marked_test_holds_its_limit(tmp_path):
 
 
 def write_modules(folder):
-    """The files that the text names before their code, such as `my_step.py`:, and `error.log`."""
+    """The examples, what the text names before its code, such as `my_step.py`:, and `error.log`."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
     for block in BLOCKS:
         if block.file:
             (folder / block.file).write_text(block.text)
@@ -116,17 +118,36 @@ def test_setup_commands_name_what_exists():
         named = re.search(r"\.\[([\w,]+)\]", line)
         assert named is not None
         assert set(named[1].split(",")) <= set(extras)
-    assert job.endswith(COMMANDS_OF_THE_JOB)
+    assert job.endswith(STEP_OF_THE_READER)
     assert TRAINING in COMMANDS
     ci = (ROOT / ".ci" / "run").read_text().replace('"', "")
     assert f"/{tests.split('/')[-1]}\n" in ci
     assert tests in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
-COMMANDS_OF_THE_JOB = (
-    ".venv/bin/nnx-pipeline compare loss-chunks --platform cuda:h100:8 --gemm triton "
+STEP_OF_THE_READER = (
+    ".venv/bin/nnx-pipeline memory examples/my_step.py:step --inputs examples/my_step.py:inputs "
+    "--platform cuda:h100:1"
+)
+EXPERIMENT = (
+    "nnx-pipeline compare loss-chunks --platform cuda:h100:8 --gemm triton "
     "--set pipeline.num_microbatches=8"
 )
+
+
+def test_the_step_of_the_reader(tmp_path):
+    """The first command of README says which line holds the logits, and that all of it fits."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA compiler is not installed")
+    write_modules(tmp_path)
+    done = run_fresh(
+        RUN.format(MODULES["nnx-pipeline"]),
+        *shlex.split(STEP_OF_THE_READER)[1:],
+        folder=tmp_path,
+        environment=user_environment(),
+    )
+    assert done.code == 0, done.err
+    assert re.search(r"1,048\.6 .* logits .*examples/my_step\.py:1", done.out), done.out
+    assert "of 84.94 GB: fits" in done.out
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +156,11 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def first_command(cache: Path, *, interrupted_at: str | None = None) -> Ended:
-    """The job of the first command in a process of its own; interrupted where it says that."""
+def experiment(cache: Path, *, interrupted_at: str | None = None) -> Ended:
+    """An experiment in a process of its own; interrupted where it says that."""
     script = "from nnx_pipeline.lab._cli.console import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE + script, *shlex.split(COMMANDS_OF_THE_JOB)[1:]],
+        [sys.executable, "-c", INTERRUPTIBLE + script, *shlex.split(EXPERIMENT)[1:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -162,23 +183,23 @@ def numbers_in(cache: Path) -> list[Path]:
     return [path for path in cache.iterdir() if "max_abs_diff" in path.read_text()]
 
 
-def test_the_job_of_the_first_command_runs_again_and_again(cache):
+def test_an_experiment_runs_again_and_again(cache):
     """A minute the first time; then nothing is compiled, whatever of it was kept."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA compiler is not installed")
-    first = first_command(cache)
+    first = experiment(cache)
     assert first.code == 0, first.err
     assert "same numbers: to" in first.out
     assert "cuda13" in first.out
     assert "compiling for" in first.err
-    again = first_command(cache)
+    again = experiment(cache)
     assert again.code == 0, again.err
     assert not re.search("compiling|measuring", again.err)
     numbers = numbers_in(cache)
     numbers[0].unlink()
-    interrupted = first_command(cache, interrupted_at="comparing losses")
+    interrupted = experiment(cache, interrupted_at="comparing losses")
     assert interrupted.code == 130
     assert "Traceback" not in interrupted.err
-    after = first_command(cache)
+    after = experiment(cache)
     assert after.code == 0, after.err
     assert "numbers were not compared" not in after.out
     assert not re.search("compiling|measuring", after.err)

@@ -43,6 +43,49 @@ COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}
 
 
+MAXTEXT = """
+decoder_block: mixtral
+base_emb_dim: 16
+base_mlp_dim: 16
+base_num_decoder_layers: 4
+base_num_query_heads: 2
+base_num_kv_heads: 2
+head_dim: 8
+num_experts: 2
+vocab_size: 64
+max_target_length: 16
+per_device_batch_size: 2
+ici_pipeline_parallelism: 2
+ici_fsdp_parallelism: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "options", "batch"), [(2, (), 8), (-1, ("--mesh", "stage=2,fsdp=4"), 16)]
+)
+def test_a_file_of_maxtext_is_measured_on_its_own_mesh(
+    run: Run, tmp_path: Path, fsdp: int, options: tuple[str, ...], batch: int
+) -> None:
+    """A mesh that is named wins, and the batch is that of the devices."""
+    file = tmp_path / "config.yml"
+    file.write_text(MAXTEXT.format(fsdp))
+    ended = run("lint", str(file), *options, "--json", "-")
+    assert ended.code in (0, 1), ended.err
+    assert ended.json["config"]["train"]["global_batch"] == batch
+    assert ended.json["config"]["model"]["embed_dim"] == 16
+
+
+def test_a_file_that_does_not_say_its_mesh(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "config.yml"
+    file.write_text(MAXTEXT.format(-1))
+    ended = run("lint", str(file))
+    assert ended.code == 2
+    assert "ici_fsdp_parallelism=-1 is what is left of the devices" in ended.err
+    ended = run("measure", str(tmp_path / "none.yml"), "--mesh", "fsdp=2")
+    assert ended.code == 2
+    assert "none.yml" in ended.err
+
+
 # ---- what is printed ---------------------------------------------------------------------------
 
 

@@ -253,3 +253,18 @@ def test_the_platform_that_a_mesh_does_not_fit_is_named(run: Run) -> None:
     ended = run("compare", "tiny", "--mesh", "fsdp=8", *two)
     assert ended.code == 2
     assert "--platform tpu:v5p:2x2x1: mesh fsdp=8 needs 8 devices" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("platform", "size"),
+    [
+        ("cpu", (None, 1)),
+        ("tpu:v5p:2x2x2", (8, 1)),
+        ("tpu:v5p:2x2x2*2", (16, 2)),
+        ("tpu:tpu7x:2x2x1", (8, 1)),
+        ("cuda:h100:8", (8, 1)),
+        ("cuda:h100:4x8", (32, 4)),
+    ],
+)
+def test_the_size_of_a_platform(platform: str, size: tuple[int | None, int]) -> None:
+    assert Platform.parse(platform).size == size

@@ -199,6 +199,15 @@ LEAN = ("compare", "own_functions:lean", "own_functions:lean", *ARGUMENTS)
 WORSE = ("compare", "own_functions:lean", "own_functions:scaled", *ARGUMENTS)
 
 
+def test_a_preset_has_its_name_in_a_history(run: Run) -> None:
+    small = ("--set", "model.num_layers=1", "--set", "train.sequence_length=16")
+    words = ("compare", "tiny", *small, "--mesh", "data=1", "--platform", "cpu")
+    setting = ("--xla-b", "xla_cpu_enable_fast_math=true")
+    ended = run(*words, *setting, "--json", "-", "--format", "bencher")
+    titles = [name.partition(":")[0] for name in ended.json]
+    assert titles == 2 * ["step, one training step of tiny on one device"]
+
+
 def test_on_the_command_line(run: Run) -> None:
     ended = run(*WORSE, "--json", "-", "--format", "bencher")
     names = [f"{WORSE[1]}, a, cpu", f"{WORSE[2]}, b, cpu"]

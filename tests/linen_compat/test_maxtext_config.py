@@ -1,17 +1,25 @@
 """MaxText's configurations: mapped, knowingly ignored, or refused by name."""
 
+import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
 from maxtext_data import DATA, KEPT, config_of
 
 import linen_compat
 from linen_compat.maxtext import _keys as maxtext_keys
 from linen_compat.maxtext._values import DEFAULTS
-from linen_compat.maxtext.config import PRESETS_OF_MAXTEXT, config_from_maxtext, config_from_yaml
-from nnx_pipeline import InputError, preset
+from linen_compat.maxtext.config import (
+    PRESETS_OF_MAXTEXT,
+    config_from_maxtext,
+    config_from_yaml,
+    mesh_from_yaml,
+)
+from nnx_pipeline import Config, InputError, MeshConfig, preset
 
 ONE = {"per_device_batch_size": 1}
 MIXTRAL = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
@@ -188,6 +196,63 @@ def test_pipeline(given, field, value):
 )
 def test_global_batch(given, batch):
     assert linen_compat.config_from_maxtext(given).train.global_batch == batch
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "slices", "mesh", "dcn"),
+    [
+        ({}, 8, 1, "fsdp=8", ""),
+        ({"ici_pipeline_parallelism": 4}, 8, 1, "stage=4,fsdp=2", ""),
+        ({"ici_fsdp_parallelism": 4}, None, 1, "fsdp=4", ""),
+        ({"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 4}, 8, 1, "fsdp=4,tensor=2", ""),
+        ({}, 16, 2, "data=2,fsdp=8", "data=2"),
+        (
+            {"dcn_data_parallelism": 1, "dcn_pipeline_parallelism": 2},
+            16,
+            2,
+            "stage=2,fsdp=8",
+            "stage=2",
+        ),
+    ],
+)
+def test_mesh(tmp_path, given, devices, slices, mesh, dcn):
+    path = tmp_path / "config.yml"
+    path.write_text(json.dumps(given))
+    found = mesh_from_yaml(str(path), devices, slices)
+    assert found == MeshConfig.parse(mesh, dcn=dcn)
+    # However the file spells its parallelisms, each device has its own part of the batch.
+    batch = config_from_yaml(str(path), found).train.global_batch
+    assert batch == 12 * found.num_devices
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "ici_fsdp_parallelism=-1 is what is left of the devices; name them by --platform"),
+        ({"ici_data_parallelism": -1}, "ici_fsdp_parallelism and ici_data_parallelism are both -1"),
+        (
+            {"ici_fsdp_parallelism": 1, "ici_sequence_parallelism": 2},
+            "ici_sequence_parallelism=2: this project has no such mesh axis",
+        ),
+    ],
+)
+def test_mesh_that_cannot_be_made(tmp_path, given, message):
+    path = tmp_path / "config.yml"
+    path.write_text(json.dumps(given))
+    with pytest.raises(InputError, match=message):
+        mesh_from_yaml(str(path), None, 1)
+
+
+def test_the_example_is_the_preset_of_the_figures():
+    """But for two numbers that change no memory and no time."""
+    file = str(ROOT / "examples" / "maxtext.yml")
+    mesh = mesh_from_yaml(file, 8, 1)
+    assert mesh == MeshConfig(stage=4, fsdp=2)
+    found, known = config_from_yaml(file, mesh), preset("mixtral-small")
+    pipeline = dataclasses.replace(known.pipeline, num_microbatches=8, num_repeats=2)
+    model = dataclasses.replace(known.model, rope_theta=found.model.rope_theta)
+    train = dataclasses.replace(known.train, learning_rate=found.train.learning_rate)
+    assert found == Config(model=model, pipeline=pipeline, train=train)
 
 
 @pytest.mark.parametrize(

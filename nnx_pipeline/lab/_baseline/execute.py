@@ -7,6 +7,14 @@ from pathlib import Path
 from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab.compile.measure import Progress
 
+_running: set[subprocess.Popen[str]] = set()
+
+
+def end_all() -> None:
+    """Ends the processes that `execute` runs in other threads."""
+    for process in tuple(_running):
+        process.kill()
+
 
 def execute(
     command: Sequence[str],
@@ -34,8 +42,12 @@ def execute(
         cwd=folder,
     )
     lines = []
-    with process, cleared_away(process.kill):
-        for line in process.stdout or process.stderr or ():
-            lines.append(line)
-            say(line.rstrip())
+    _running.add(process)
+    try:
+        with process, cleared_away(process.kill):
+            for line in process.stdout or process.stderr or ():
+                lines.append(line)
+                say(line.rstrip())
+    finally:
+        _running.discard(process)
     return process.returncode, "".join(lines)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from nnx_pipeline.lab._baseline.arm import Arm, at_revision
 from nnx_pipeline.lab._baseline.environment import environment_of
+from nnx_pipeline.lab._baseline.execute import end_all
 from nnx_pipeline.lab._baseline.repository import Repository
 from nnx_pipeline.lab._baseline.saved import saved_measurements
 from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
@@ -35,16 +36,25 @@ def run_baseline(
     with progress() as say, _first_arm(words, given, platforms, say) as before:
         is_package = given.baseline is None
         now = Arm(label=given.present() if is_package else NOW, words=tuple(words))
-        # Each is compiled in a process of its own, so two threads are enough to do both at once.
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(arm.measured, say) for arm in (before, now)]
-            measured = [each.result() for each in waiting]
+        measured = _both(before, now, say)
     outcomes = _outcomes(subject.name, (before, now), measured, len(platforms))
     title = f"{subject.title()}, {target.platform}: per device"
     outputs.report(title, outcomes, target.platform, changed=before.changes.lines())
     if failed := [outcome.note for (outcome,) in outcomes if outcome.failed]:
         raise Failed("; ".join(dict.fromkeys(failed)))
     outputs.fail_if_worse(outcomes)
+
+
+def _both(before: Arm, now: Arm, say: Progress) -> list[list[Measurement] | str]:
+    """Each is compiled in a process of its own, so two threads are enough to do both at once. What
+    one cannot be asked ends the other too."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(arm.measured, say) for arm in (before, now)]
+        done, _ = wait(waiting, return_when=FIRST_EXCEPTION)
+        wrong = [each for each in waiting if each in done and each.exception()]
+        if wrong:
+            end_all()
+        return [each.result() for each in (*wrong, *waiting)]
 
 
 def _outcomes(

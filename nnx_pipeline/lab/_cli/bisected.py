@@ -139,8 +139,9 @@ def _versions(
     say: Progress,
 ) -> tuple[Limit, list[str], Search]:
     good, bad = (parse_wanted("bisect", end) for end in ends)
-    if good.name != bad.name or Version(good.version) >= Version(bad.version):
-        raise InputError(f"{ends[0]} {ends[1]}: give an older and a newer version of one package")
+    older, newer = sorted((good.version, bad.version), key=Version)
+    if good.name != bad.name or older == newer:
+        raise InputError(f"{ends[0]} {ends[1]}: give two versions of one package")
 
     def measure(state: str) -> Measurement | str:
         environment = environment_of("bisect", [state], kind, say)
@@ -148,8 +149,11 @@ def _versions(
 
     search = Search(measure, say)
     limit = _crossed(limit, search, str(good), str(bad))
-    known = [*_published(good.name, good.version, bad.version), bad.version]
-    return limit, search.first_beyond([f"{good.name}=={one}" for one in known], limit), search
+    between = _published(good.name, older, newer)
+    if bad.version == older:  # what a newer version needs less: the search goes back from it
+        between.reverse()
+    states = [f"{good.name}=={one}" for one in (*between, bad.version)]
+    return limit, search.first_beyond(states, limit), search
 
 
 def _first(arm: Arm, say: Progress) -> Measurement | str:

@@ -39,7 +39,8 @@ def bisect_command(
 ) -> None:
     """Find the first commit after which a program needs more memory or time than a limit.
 
-    GOOD and BAD are git revisions, or two versions of a package (jax==0.10.2). SUBJECT is a preset,
+    GOOD and BAD are git revisions, or two versions of a package (jax==0.10.2), of which GOOD may be
+    the newer one: then the last version is found that needs more. SUBJECT is a preset,
     MODULE:FUNCTION or FILE.py:FUNCTION. Each step compiles the program as it was at one commit
     between them, in the middle of those that are left. Commits are taken along the first parents;
     where a merge crosses the limit, the search goes on in the branch that it merged. A commit that

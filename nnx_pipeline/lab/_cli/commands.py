@@ -57,8 +57,9 @@ def measure_command(
     """Compile one training step of a preset, or a function of your own: memory, time, and whether
     it fits.
 
-    SUBJECT is a preset, MODULE:FUNCTION or FILE.py:FUNCTION. For NVIDIA it is compiled twice: with
-    matrix products by Triton and by cuBLASLt. The JSON has the second program under `other_gemm`.
+    SUBJECT is a preset, a config.yml of MaxText, which says its mesh, MODULE:FUNCTION or
+    FILE.py:FUNCTION. For NVIDIA it is compiled twice: with matrix products by Triton and by
+    cuBLASLt. The JSON has the second program under `other_gemm`.
     """
     subject = subject_of(name, chosen, inputs, target.mesh, target.dcn)
     from nnx_pipeline.lab._report.output import check_outputs

@@ -169,7 +169,10 @@ class ComparisonOutputs(Outputs, Formatted):
         from nnx_pipeline.lab._report.view import words
 
         tables.show_outcomes(title, outcomes, platform, json_path=self.to_standard_output)
-        self.emit(tables.outcomes_json(outcomes, platform), _titled_arms(outcomes))
+        self.emit(
+            tables.outcomes_json(outcomes, platform),
+            _titled_arms(title.partition(platform)[0].rstrip(" ,;"), outcomes),
+        )
         self.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
         if self.html_path:
             from nnx_pipeline.lab._page import outcomes_page
@@ -216,15 +219,18 @@ class ComparisonOutputs(Outputs, Formatted):
         return [parse_limit("--fail-above", text) for text in self.fail_above]
 
 
-def _titled_arms(outcomes: Sequence[Sequence[Outcome]]) -> Iterator[tuple[str, Measurement]]:
-    """Functions by their names, so that they are called the same at every revision."""
+def _titled_arms(
+    title: str, outcomes: Sequence[Sequence[Outcome]]
+) -> Iterator[tuple[str, Measurement]]:
+    """Functions by their names, and presets by the title, so that they are called the same at every
+    revision."""
     from nnx_pipeline.lab._report.view.figures import subject_of
 
     for outcome in itertools.chain(*outcomes):
-        for key, (label, arm) in zip("ab", outcome.arms, strict=True):
+        for key, (_, arm) in zip("ab", outcome.arms, strict=True):
             if arm:
                 is_function = "function" in arm.config
-                what = subject_of(arm) if is_function else f"{outcome.question.name}, {label}"
+                what = subject_of(arm) if is_function else f"{outcome.question.name}, {title}"
                 yield f"{what}, {key}", arm
 
 

@@ -34,8 +34,14 @@ class Presets(Protocol):
     def fields(self) -> Sequence[str]:
         """The fields that `--set` can change, dotted."""
 
-    def config_of(self, name: str, assignments: Sequence[str]) -> Any:
-        """The config of a preset with overrides, `key=value` each; raises InputError."""
+    def config_of(
+        self, name: str, assignments: Sequence[str], mesh: MeshConfig | None = None
+    ) -> Any:
+        """The config of a preset, or of a file that is for a mesh, with overrides, `key=value`
+        each; raises InputError."""
+
+    def mesh_of(self, name: str, devices: int | None, slices: int) -> MeshConfig:
+        """The mesh that a file asks for, on devices of several slices or hosts."""
 
     def to_dict(self, config: Any) -> dict[str, Any]:
         """The config as JSON has it."""
@@ -71,6 +77,11 @@ class Presets(Protocol):
 
     def lint_config(self, config: Any, mesh: MeshConfig, limits: Limits) -> list[Finding]:
         """Looks for wasted memory in one training step."""
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is that of a file with a config, rather than of a preset."""
+    return name.endswith((".yml", ".yaml"))
 
 
 def presets() -> Presets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import click
 
 from nnx_pipeline.lab._cli import completion
 from nnx_pipeline.lab._cli.options import bundled, config_options
-from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab._cli.presets import is_file, presets
 from nnx_pipeline.lab._cli.values import Chosen, Target
 from nnx_pipeline.lab.errors import InputError, nearest, note
 from nnx_pipeline.lab.mesh import Axes, MeshConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nnx_pipeline.lab.compile.platform import Platform
 
-WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
+WHAT = "a preset, a config.yml, MODULE:FUNCTION or FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ def subject_of(
         raise InputError(f"--inputs and --arg are for a function; leave them out with {named}")
     offered = presets()
     known = offered.names()
-    if named not in known:
+    if named not in known and not is_file(named):
         raise InputError(f"{named!r} is not {WHAT}; of the presets {nearest(named, known)}")
-    config = offered.config_of(named, chosen.assignments)
     mesh_config = MeshConfig.parse(mesh, dcn=dcn)
+    config = offered.config_of(named, chosen.assignments, mesh_config)
     offered.check(config, mesh_config)
     return Subject(named, chosen.assignments, inputs, config, mesh_config)
 
@@ -149,10 +149,30 @@ def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return argument(inputs_options(config_options(required=False, hidden=True)(command)))
 
 
+def _mesh_of(file: str, platforms: Sequence[str]) -> dict[str, str]:
+    """The values of `--mesh` and `--dcn` that a file asks for on the first of some platforms."""
+    from nnx_pipeline.lab.compile.platform import Platform
+
+    devices, slices = Platform.parse(platforms[0]).size if platforms else (None, 1)
+    mesh = presets().mesh_of(file, devices, slices)
+    texts = {"mesh": mesh, "dcn": mesh.dcn or MeshConfig()}
+    return {
+        name: ",".join(f"{k}={v}" for k, v in one.sizes().items() if v > 1)
+        for name, one in texts.items()
+    }
+
+
 class OfSubject(click.Command):
-    """A command that is given what it measures; after an old spelling it says the new one."""
+    """A command that is given what it measures; after an old spelling it says the new one.
+
+    Where that is a file, its mesh is taken unless `--mesh` names one.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
+        file = ctx.params.get("name") or next(iter(ctx.params.get("names") or ()), "")
+        if is_file(file) and not ctx.params["mesh"]:
+            found = _mesh_of(file, ctx.params.get("named") or ())
+            ctx.params |= {name: found[name] for name in found if name in ctx.params}
         result = super().invoke(ctx)
         model, names = ctx.params["model"], ctx.params.get("names") or ctx.params.get("name") or ()
         words = [names] if isinstance(names, str) else [*names]

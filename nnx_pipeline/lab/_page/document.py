@@ -275,7 +275,8 @@ def _of(most: int, rows: Sequence[object]) -> str:
 
 
 def _rest(arms: Sequence[tables.LabelledProgram]) -> Markup:
+    config = tables.config_table(arms)
     return fragment(
         element("details", element("summary", "All figures"), tables.figures_table(arms)),
-        element("details", element("summary", "Config"), tables.config_table(arms)),
+        config and element("details", element("summary", "Config"), config),
     )

@@ -20,7 +20,8 @@ body { margin: 0; background: var(--page); color: var(--ink);
 main, body > header, body > footer { max-width: 68rem; margin: 0 auto; padding: 0 1.25rem; }
 body > header { padding-top: 2.25rem; }
 body > footer { padding-bottom: 3rem; color: var(--quiet); font-size: .875rem; }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 .5rem; letter-spacing: -.01em; }
+h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 .5rem; letter-spacing: -.01em;
+  overflow-wrap: anywhere; }
 h2 { font-size: 1.3rem; line-height: 1.25; margin: 0; letter-spacing: -.005em; }
 p { margin: .5rem 0; max-width: 62rem; overflow-wrap: anywhere; }
 a { color: var(--link); text-underline-offset: .15em; }

@@ -201,14 +201,14 @@ def _traffic(result: Measurement | None, name: str) -> str:
     return f"{megabytes(count['bytes'])} in {count['executed']}" if count else DASH
 
 
-def config_table(arms: Sequence[LabelledProgram]) -> Markup:
+def config_table(arms: Sequence[LabelledProgram]) -> Markup | None:
     known = [_fields(arm.result) for arm in arms if arm.result]
     keys = dict.fromkeys(key for fields in known for key in fields)
     rows = []
     for key in keys:
         values = dict.fromkeys(_plain(fields.get(key, DASH)) for fields in known)
         rows.append((element("code", key), element("code", " → ".join(values))))
-    return table(None, ("field", "value"), rows, numbers=0)
+    return table(None, ("field", "value"), rows, numbers=0) if rows else None
 
 
 def changed_fields(a: Measurement, b: Measurement) -> list[Markup]:

@@ -141,6 +141,17 @@ class Platform:
         return self.kind in GPUS
 
     @property
+    def size(self) -> tuple[int | None, int]:
+        """How many devices it has, None for `cpu` and `local`, and of how many slices or hosts."""
+        if not self.topology:
+            return None, 1
+        shape, _, slices = self.topology.partition("*")
+        hosts, by_host, _ = shape.partition("x") if self.is_gpu else ("1", "", "")
+        parts = int(slices or 1) * (int(hosts) if by_host else 1)
+        each = math.prod(map(int, shape.split("x"))) * self.devices_per_chip
+        return each * int(slices or 1), parts
+
+    @property
     def devices_per_chip(self) -> int:
         return 2 if self.target in _TWO_CORES else 1
 

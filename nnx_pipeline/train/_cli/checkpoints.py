@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.mesh import MeshConfig
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,6 +30,12 @@ class Checkpoints(Protocol):
 
     def read_config(self, name: str, checkpoint: str | Path) -> Config:
         """The config of a file or a preset, for the model of a checkpoint."""
+
+    def config_from_yaml(self, name: str, mesh: MeshConfig | None = None) -> Config:
+        """The config of a YAML file, of MaxText too; `mesh` replaces MaxText's parallelisms."""
+
+    def mesh_from_yaml(self, name: str, devices: int | None, slices: int) -> MeshConfig:
+        """The mesh that a YAML of MaxText asks for, on devices of several slices."""
 
     def stored_config(self, checkpoint: str | Path) -> Config | None:
         """The config that a checkpoint holds; None where it holds none."""

@@ -87,8 +87,9 @@ def teraflops(flops: int | None) -> str:
 
 
 def relative_change(before: float, after: float) -> str:
-    """By what share a figure grows, such as `−19.2%`."""
-    return f"{after / before - 1:+.1%}".replace("-", "−")
+    """By what share a figure grows, such as `−19.2%`; or that it is much more."""
+    share = after / before - 1
+    return "over +9,999%" if share > 99.99 else f"{share:+.1%}".replace("-", "−")
 
 
 def basis_of(time: Time) -> str:
@@ -149,7 +150,7 @@ def shares(time: Time) -> str:
 
 def compiler(measurement: Measurement) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
-    return f"{measurement.platform} ({versions})"
+    return f"{measurement.platform} ({versions})" if versions else measurement.platform
 
 
 def subject_of(measurement: Measurement) -> str:
