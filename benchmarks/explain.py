@@ -269,8 +269,10 @@ def row(case: Case, name: str, known: dict[str, Explanation]) -> str:
 
 
 def main() -> None:
-    text = ABOUT
-    for name in sys.argv[1:] or PLATFORMS:
+    text, names = ABOUT, sys.argv[1:] or PLATFORMS
+    for name in sorted(names, key=lambda name: not name.startswith("rocm")):
+        Platform.parse(name).devices(1)  # AMD's compiler is found only before JAX starts
+    for name in names:
         known: dict[str, Explanation] = {}
         for case in cases():
             if not case.tpu_only or name.startswith("tpu"):
