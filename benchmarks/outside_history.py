@@ -24,9 +24,10 @@ LIMIT = "5%"
 ABOUT = f"""# Regressions in the history of another project
 
 A repository of four training steps, made by `python benchmarks/outside_history.py`. Each change is
-a commit, which `compare --baseline HEAD~1 FILE:step --fail-above {LIMIT}` compares with the one before
-it: it should fail for a change that costs memory, and for no other. The sizes are the changes of
-the account, in MB. `bisect` is given histories of seven commits, one of which costs memory.
+a commit, which `compare --baseline HEAD~1 FILE:step --fail-above {LIMIT}` compares with the one
+before it: it should fail for a change that costs memory, and for no other. The sizes are the
+changes of the account, in MB. `bisect` is given histories of seven commits, one of which costs
+memory.
 
 """
 HEAD = """import jax
@@ -236,30 +237,45 @@ class Change(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_WHOLE = "the loss of all tokens at once", "chunked(", "cross_entropy("
+_LOSS = "the loss of all tokens at once", "return chunked(", "return cross_entropy("
+_WIDER = "a wider layer", "ROWS, CHUNKS = 256, 1024,", "ROWS, CHUNKS = 256, 4096,"
+_VOCABULARY = "a larger vocabulary", "1024, 2, 4096,", "1024, 2, 16384,"
 COSTLY = [
     Change("plain", "no remat", "jax.checkpoint(layer)", "layer"),
-    Change("plain", "one argument is not donated", "donate_argnums=(0, 1)", "donate_argnums=1"),
-    Change("plain", _WHOLE[0], "return chunked(", "return cross_entropy("),
+    Change("plain", *_LOSS),
     Change("plain", "momentum in float32", "make(jnp.bfloat16), tok", "make(jnp.float32), tok"),
-    Change("plain", "activations in float32", "[tokens]\n", "[tokens].astype(jnp.float32)\n"),
-    Change("with_nnx", "no remat", "nnx.remat(lambda block, x: block(x))(block, x)", "block(x)"),
-    Change("with_nnx", "the model is not donated", "(donate_argnums=(0, 1))", "(donate_argnums=1)"),
-    Change("with_nnx", _WHOLE[0], "return chunked(", "return cross_entropy("),
+    Change("plain", *_VOCABULARY),
+    Change("plain", *_WIDER),
+    Change("with_nnx", *_WIDER),
+    Change("with_nnx", *_LOSS),
     Change("with_nnx", "Adam", "optax.sgd(RATE, momentum=0.9)", "optax.adam(RATE)"),
-    Change("with_nnx", "the activations are returned", "return loss\n", "return loss, x\n"),
-    Change("with_equinox", "no remat", "eqx.filter_checkpoint(jax.vmap(block))", "jax.vmap(block)"),
-    Change("with_equinox", "nothing is donated", '(donate="all-except-first")', ""),
-    Change("with_equinox", _WHOLE[0], "return chunked(", "return cross_entropy("),
-    Change("with_equinox", "weights in float32", "jnp.bfloat16, key", "jnp.float32, key"),
-    Change("with_equinox", "the activations are returned", "state, loss\n", "state, loss, x\n"),
-    Change("with_linen", "no remat", "nn.remat(Block)()(x)", "Block()(x)"),
     Change(
-        "with_linen", "nothing is donated", '@partial(jax.jit, donate_argnames="state")', "@jax.jit"
+        "with_nnx",
+        "the logits are returned",
+        "return loss\n",
+        "return loss, x @ model.embed.embedding[...].T\n",
     ),
-    Change("with_linen", _WHOLE[0], "return chunked(", "return cross_entropy("),
+    Change("with_nnx", *_VOCABULARY),
+    Change("with_equinox", *_WIDER),
+    Change("with_equinox", *_LOSS),
+    Change("with_equinox", "fewer parts of the loss", "4096, 2048, 8", "4096, 2048, 2"),
+    Change(
+        "with_equinox",
+        "the logits are returned",
+        "loss\n\n\ndef",
+        "loss, x @ model.embed.T\n\n\ndef",
+    ),
+    Change("with_equinox", *_VOCABULARY),
+    Change("with_linen", *_WIDER),
+    Change("with_linen", *_LOSS),
     Change("with_linen", "Adam", "optax.sgd(RATE, momentum=0.9)", "optax.adam(RATE)"),
-    Change("with_linen", "the activations are returned", "grads), loss\n", "grads), loss, x\n"),
+    Change("with_linen", *_VOCABULARY),
+    Change(
+        "with_linen",
+        "the logits are returned",
+        "grads), loss\n",
+        'grads), loss, x @ state.params["embed"]["embedding"].T\n',
+    ),
 ]
 HARMLESS = [
     Change(file, name, old, new)
