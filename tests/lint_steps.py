@@ -304,12 +304,38 @@ def tied_once(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ whole) @ whole.T
 
 
+def batch_first(x: jax.Array, params: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)  # here
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def turns(first: Jitted) -> Jitted:
+    def run(weights: jax.Array, xs: jax.Array) -> jax.Array:
+        layer = dense if first is gather_stack else gather_layer
+        whole = first(weights)
+        return jax.lax.map(lambda x: jax.lax.scan(layer, x, whole)[0], xs)
+
+    axes = {"in_specs": (P(None, "fsdp"), P(None, "fsdp")), "out_specs": P(None, "fsdp")}
+    return jax.jit(lambda *given: jax.shard_map(run, **axes)(*given))
+
+
 def looked_up(params: Any, ids: jax.Array) -> jax.Array:
     rows = params["table"][ids]  # here
     return jnp.tanh(rows @ params["in"]) @ params["out"]
 
 
 # Constants, and operands in float32.
+
+
+def frames_early(w: jax.Array, frames: jax.Array) -> jax.Array:
+    wide = frames.astype(jnp.float32) / 255  # here
+    return jax.lax.map(lambda part: jnp.mean(part @ w), wide)
+
+
+def frames_late(w: jax.Array, frames: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda part: jnp.mean(part.astype(jnp.float32) / 255 @ w), frames)
 
 
 class Tables:
@@ -515,6 +541,7 @@ def sharded() -> dict[str, Example]:
         by_shard_map(dense, gather_stack),
         by_shard_map(gather_layer, lambda weights: weights),
     )
+    trained = {name: params[name] for name in ("in", "out")}
     ids, whole = tokens(ROWS), {**params, "table": on(P("fsdp"), 4 * SIZE, SIZE)}
     return {
         "all at once": Example(
@@ -530,6 +557,16 @@ def sharded() -> dict[str, Example]:
             FSDP,
         ),
         "shard_map": Example(together, "gather_stack", *shard_map, stack, LAYERS * square, FSDP),
+        "batch first": Example(
+            "replicated-parameter",
+            "loss",
+            jax.jit(batch_first, donate_argnums=1),
+            jax.jit(batch_first, donate_argnums=1),
+            (split, {**trained, "out": on(P(), SIZE, SIZE)}),
+            square,
+            FSDP,
+            (split, trained),
+        ),
         "tied": Example(again, "tied", tied, tied_once, one, square, FSDP),
         "table": Example(
             "replicated-parameter",
@@ -547,10 +584,19 @@ def sharded() -> dict[str, Example]:
 def operands() -> dict[str, Example]:
     held, upcast = "captured-constant", "hidden-upcast"
     square, given = 4 * SIZE**2, (array(ROWS, SIZE), array(SIZE, SIZE))
+    frames = array(16, 4096, SIZE // 4, dtype=jnp.uint8)
     wide, random = 4 * 512 * SIZE, (half(512, SIZE), array(2, dtype=jnp.uint32))
     return {
         "table of JAX": Example(held, "holds", holds, is_given, given, square),
         "layer": Example(held, "holds_a_layer", holds_a_layer, is_given, given, square),
+        "frames": Example(
+            "cast-before-loop",
+            "frames_early",
+            frames_early,
+            frames_late,
+            (array(SIZE // 4, 16), frames),
+            4 * frames.size,
+        ),
         "noise": Example(upcast, "noisy", noisy, noisy_in_half, random, wide),
         "dropout": Example(upcast, "dropped", dropped, dropped_by_choice, random, wide),
         "full": Example(upcast, "into_zeros", into_zeros, into_zeros_in_half, random, wide),

@@ -561,6 +561,35 @@ def test_a_loop_of_one_value_has_a_condition_of_its_own() -> None:
     assert body.inlets[body.jaxpr.invars[1]].way == "carry"
 
 
+def test_a_one_hot_array_of_which_sums_are_taken_is_not_stored() -> None:
+    def counts(ids: jax.Array, scores: jax.Array) -> Any:
+        chosen = jax.nn.one_hot(ids, scores.shape[-1], dtype=scores.dtype)
+        return jnp.sum(chosen, axis=-2), jnp.sum(chosen * scores[:, None], axis=-1)
+
+    given = array(2**18, 8, dtype=jnp.int32), array(2**18, 256)
+    assert lint(counts, *given) == []
+
+
+def test_a_loop_of_one_iteration_keeps_no_more_than_its_entry() -> None:
+    given = array(1, SIZE, SIZE), half(512, SIZE)
+    assert lint(lint_examples.stacked, *given) == []
+
+
+def test_a_gather_before_two_loops_is_reported_where_it_is_large() -> None:
+    """It is made once for all iterations of the outer loop, which may be meant."""
+    mesh = mesh_of(lint_steps.FSDP, "auto")
+    stack = lint_steps.on(P(None, "fsdp"), 16, SIZE, SIZE)
+    given = stack, lint_steps.on(P(None, "fsdp"), 3, lint_steps.ROWS, SIZE)
+    (found,) = lint(lint_steps.turns(lint_steps.gather_stack), *given, mesh=mesh)
+    assert (found.rule, found.bytes) == ("layers-gathered", 16 * 4 * SIZE**2)
+    assert "again in each iteration" in found.cure
+    assert (
+        lint(lint_steps.turns(lint_steps.gather_stack), *given, mesh=mesh, limits=Limits(large=4e6))
+        == []
+    )
+    assert lint(lint_steps.turns(lambda weights: weights), *given, mesh=mesh) == []
+
+
 def test_findings_come_largest_first() -> None:
     def both(w: jax.Array, x: jax.Array) -> Any:
         small = lint_examples.carried(w[:512, :512], x[:, :512])

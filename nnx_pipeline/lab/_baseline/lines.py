@@ -102,15 +102,23 @@ def in_present_lines(
             for one in those
         )
 
+    def buffers(those: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        return tuple(
+            dataclasses.replace(one, path=tuple(str(present(line)) for line in one.path))
+            for one in rows(those)
+        )
+
     found, time = measured.attribution, measured.time
     if found is not None:
         found = dataclasses.replace(
             found,
             peak_source=present(found.peak_source),
-            buffers=rows(found.buffers),
-            other=rows(found.other),
-            constants=rows(found.constants),
-            in_outputs=rows(found.in_outputs),
+            buffers=buffers(found.buffers),
+            other=buffers(found.other),
+            constants=buffers(found.constants),
+            in_outputs=buffers(found.in_outputs),
+            outputs=buffers(found.outputs),
+            arguments=buffers(found.arguments),
         )
     if time is not None:
         time = dataclasses.replace(time, rows=rows(time.rows))

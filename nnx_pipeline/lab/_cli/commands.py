@@ -391,6 +391,9 @@ def lint_command(
       remat-policy
         a policy of jax.checkpoint saves everything, or
         nothing by mistake
+      cast-before-loop
+        an array is cast to a wider dtype whole, and a loop
+        reads parts of it
       hidden-upcast
         a large array is cast to float32 to match another
         operand
@@ -400,10 +403,12 @@ def lint_command(
         a sharding constraint that shards no axis
 
     What models do on purpose in small, residuals, scores, logits and dispatch, is reported from 32
-    times --large, and a captured constant from 4 times. Sizes are per device where the sharding is
-    known without a compiler, else for all devices together. The parameters of your own function are
-    the nnx.Params of its first argument, or, if that has no NNX variables, all of its
-    floating-point arrays. Exit 1 when there are findings, and 2 when the function cannot be traced.
+    times --large and 5 % of the arguments, a cast before a loop from 32 times, and a captured
+    constant from 4 times. Sizes are per device where the sharding is known without a compiler, else
+    for all devices together. The parameters of your own function are the nnx.Params of its
+    arguments. Without NNX variables they are the floating-point arrays of those arguments that a
+    training step multiplies by and returns in their shapes, or of the first argument. Exit 1 when
+    there are findings, and 2 when the function cannot be traced.
     """
     sizes = limits.limits()
     subject = subject_of(name, chosen, inputs, mesh)

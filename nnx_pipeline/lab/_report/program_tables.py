@@ -11,6 +11,8 @@ from rich.text import Text
 from nnx_pipeline.lab._report.columns import Column, Columns, number_columns, small_table, texts
 from nnx_pipeline.lab._report.view import figures, floor, remarks
 from nnx_pipeline.lab._report.view.buffers import (
+    ARGUMENTS_AND_OUTPUTS,
+    FEW,
     BufferRow,
     buffer_rows,
     difference_row,
@@ -44,7 +46,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     tables = [table]
     for other, rows in outside_the_heap(attribution).items():
         tables.append(Columns([*number_columns("MB", "×"), *_WHAT], title=other))
-        _fill(tables[-1], rows, top)
+        _fill(tables[-1], rows, min(top, FEW) if other in ARGUMENTS_AND_OUTPUTS else top)
     roles = [(role, sized(n), _share(n, heap)) for role, n in attribution.by_role().items()]
     by_role = small_table("by role", ("role", "MB", "share"), roles, [("heap", sized(heap), "")])
     parts: list[RenderableType] = [Text(title, style="bold"), *tables, by_role]

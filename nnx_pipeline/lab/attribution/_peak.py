@@ -15,6 +15,7 @@ from nnx_pipeline.lab.attribution._roles import Roles
 from nnx_pipeline.lab.attribution.account import HOST, free_parts, in_outputs
 
 MOST_POINTS = 2000  # in a timeline
+_CALLERS = 3  # lines in the path of a buffer; the table of calls has all
 MOST_POSITIONS, MOST_LARGEST = 300, 5  # in a history: positions, and kinds of buffers at each
 _SPACES = {
     1: ", on a TPU the on-chip memory",
@@ -50,6 +51,10 @@ def attribute(
         "constants": _largest_first(_constants(buffers, reader)),
         "in_outputs": _largest_first([reader.buffer(*found) for found in in_outputs(buffers)]),
     }
+    outside |= {
+        "arguments": _largest_first(_arguments(buffers, reader)),
+        "outputs": _largest_first(_own_outputs(buffers, reader)),
+    }
     history = _history(values, [at for at, _ in _thinned(curve, peak, MOST_POSITIONS)], reader)
     return Attribution(
         heap_bytes=heap,
@@ -75,6 +80,26 @@ def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
         else _plain(f"constant of allocation {part.number}", part.bytes, "constant", buffers)
         for part in parts
         if part.bytes
+    ]
+
+
+def _arguments(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
+    parts = [part for part in buffers.allocations if part.is_argument and part.color == 0]
+    return [
+        replace(reader.buffer(part.values[0], part.bytes), role="argument")
+        for part in parts
+        if part.values and part.bytes
+    ]
+
+
+def _own_outputs(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
+    """The outputs that take no argument's memory: what lives there after the last instruction."""
+    end = max(buffers.schedule, default=-1)
+    return [
+        replace(reader.buffer(value, part.bytes), role="output")
+        for part in buffers.allocations
+        if part.is_output and not part.is_argument and part.color == 0 and part.bytes
+        for value in [one for one in part.values if one.last > end][:1]
     ]
 
 
@@ -139,6 +164,7 @@ class _Reader:
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
         index = ",".join(map(str, placed.index))
+        stack = self.origins.stack_of(origin)
         return Buffer(
             name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
             bytes=size,
@@ -149,7 +175,8 @@ class _Reader:
             role=self.roles.of(value, shape),
             first=placed.first,
             last=placed.last,
-            call=self.calls.of(self.origins.stack_of(origin)),
+            call=self.calls.of(stack),
+            path=tuple(f"{file}:{line}" for file, line, _ in stack[1 : 1 + _CALLERS]),
         )
 
 

@@ -41,6 +41,7 @@ class Buffer:
     last: int
     caller: str | None = None  # of the function of that line; None unless there are several
     call: int | None = None  # of that line, in `Attribution.calls`
+    path: tuple[str, ...] = ()  # the lines from which that line was called, the nearest first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,8 @@ class Attribution:
     positions: int = 0  # how many the schedule has
     constants: tuple[Buffer, ...] = ()  # of the program itself, not in the heap
     in_outputs: tuple[Buffer, ...] = ()  # temporaries in the memory of outputs, each byte once
+    arguments: tuple[Buffer, ...] = ()  # each with the line that reads it first
+    outputs: tuple[Buffer, ...] = ()  # with memory of their own
     calls: tuple[Call, ...] = ()  # the call stacks of all lines
     history: History | None = None  # None where nothing says what the values are
 

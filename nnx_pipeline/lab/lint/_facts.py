@@ -18,6 +18,8 @@ from nnx_pipeline.lab.lint._walk import (
     Derivation,
     JaxprScope,
     Value,
+    calls_of,
+    entries_of,
     maker_of,
     program_scope,
     reader_of,
@@ -79,6 +81,11 @@ class LintedProgram:
     @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
+
+    @cached_property
+    def given_bytes(self) -> int:
+        """The bytes of all arguments, of one device where their sharding is known."""
+        return sum(self.device_bytes(self.input(n)).bytes for n in range(len(self.inputs)))
 
     @cached_property
     def has_backward(self) -> bool:
@@ -203,6 +210,19 @@ def _trimmed(spec: P) -> P:
     while entries and entries[-1] in (None, ()):
         entries.pop()
     return P(*entries)
+
+
+def feeds_product(value: Value) -> bool:
+    """Whether a matrix product reads a value, or a part of it, in whatever loop."""
+    through, waiting = SAME | FORM | PART | FACTORS | {"gather"}, [value]
+    for one in each_once(waiting):
+        for equation in one.scope.readers.get(one.variable, []):
+            if equation.primitive.name in PRODUCTS:
+                return True
+            if equation.primitive.name in through:
+                waiting += [one.scope.value(result) for result in equation.outvars]
+        waiting += [*calls_of(one), *entries_of(one)]
+    return False
 
 
 def line_of(value: Value) -> Location | None:

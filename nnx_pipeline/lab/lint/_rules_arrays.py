@@ -17,12 +17,20 @@ from nnx_pipeline.lab._tracing.jaxpr import (
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
-from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
+from nnx_pipeline.lab.lint._walk import (
+    JaxprScope,
+    Value,
+    as_loop,
+    calls_of,
+    loops_around,
+    step_back,
+)
 
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
 # A mask of NumPy is a constant too.
 _OF_NUMPY = 4
 _SHAPING = facts.SAME | facts.FORM
+_CUTS = {"slice", "dynamic_slice", "gather"}
 
 
 def hidden_upcasts(program: LintedProgram, limit: float) -> Iterator[Waste]:
@@ -196,6 +204,55 @@ def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
             elif _is_float32(result):
                 waiting.append(equation.outvars[0])
     return False
+
+
+def casts_before_loops(program: LintedProgram, limit: float) -> Iterator[Waste]:
+    """Finds arrays that are cast whole to a wider dtype, and of which loops then read parts."""
+    for scope, equation in program.scope.equations():
+        if equation.primitive.name != "convert_element_type":
+            continue
+        if is_transposed([equation, *scope.calls()]):
+            continue
+        narrow, wide = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
+        size = program.device_bytes(wide)
+        widens = wide.aval.dtype.itemsize > narrow.aval.dtype.itemsize
+        if size.bytes >= limit and widens and _is_read_in_parts(wide):
+            yield Waste(
+                scope.locate(equation),
+                size,
+                f"{facts.array_text(narrow)} becomes {wide.aval.dtype.name} whole, and a loop then "
+                "reads it part by part",
+                "keep it as it is, and cast each part where it is used: .astype in the body of the "
+                "loop, after the slice or the index",
+            )
+
+
+def _is_read_in_parts(wide: Value) -> bool:
+    """Whether only loops read an array, or what is computed from it alone elementwise: they take it
+    entry by entry, or cut out or look up a part in their bodies."""
+    around, waiting, is_cut = len(loops_around(wide.scope)), [wide], False
+    for one in each_once(waiting):
+        scope = one.scope
+        for equation in scope.readers.get(one.variable, []):
+            loop, name = as_loop(scope, equation), equation.primitive.name
+            # What a loop takes whole is followed into its body.
+            if loop and any(whole == one for whole, _ in loop.sliced):
+                is_cut = True
+            elif name in _CUTS and equation.invars[0] is one.variable:
+                if len(loops_around(scope)) == around:
+                    return False
+                is_cut = True
+            elif name in _SHAPING or (name in _BINARY and _is_alone(equation)):
+                waiting += [scope.value(result) for result in equation.outvars]
+            elif not scope.inner.get(id(equation)):
+                return False
+        waiting += calls_of(one)
+    return is_cut
+
+
+def _is_alone(equation: JaxprEqn) -> bool:
+    """Whether the other operand of an equation is a number."""
+    return any(getattr(operand.aval, "size", 0) == 1 for operand in equation.invars)
 
 
 def captured_constants(program: LintedProgram, limit: float) -> Iterator[Waste]:

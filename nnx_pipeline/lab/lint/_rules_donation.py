@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jax.extend.core import Literal
 
@@ -12,7 +11,7 @@ from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import ArraySize, LintedProgram, Waste
-from nnx_pipeline.lab.lint._walk import Derivation, Value, as_loop, calls_of, step_back
+from nnx_pipeline.lab.lint._walk import Derivation, Value, as_loop, step_back
 
 _WRITES = {"dynamic_update_slice", "scatter", "scatter-add"}
 _SAME_NUMBERS = facts.SAME | facts.FORM
@@ -201,7 +200,7 @@ def caches_rebuilt(program: LintedProgram, limit: float) -> Iterator[Waste]:
         whole = made.aval.size
         if 2 * sum(piece.aval.size for piece in old) < whole or not old:
             continue
-        if writes or _feeds_a_product(made) or any(map(_is_written, old)):
+        if writes or facts.feeds_product(made) or any(map(_is_written, old)):
             yield Waste(
                 facts.line_of(made) or program.function,
                 size,
@@ -255,16 +254,3 @@ def _is_old(piece: Value, begin: Value | None) -> bool:
 
 def _is_written(piece: Value) -> bool:
     return any(step.primitive in _WRITES for step in facts.history(piece, _of_written))
-
-
-def _feeds_a_product(value: Value) -> bool:
-    waiting = [value]
-    through: Any = _SAME_NUMBERS | facts.PART | facts.FACTORS | {"gather"}
-    for one in each_once(waiting):
-        for equation in one.scope.readers.get(one.variable, []):
-            if equation.primitive.name in facts.PRODUCTS:
-                return True
-            if equation.primitive.name in through:
-                waiting += [one.scope.value(result) for result in equation.outvars]
-        waiting += calls_of(one)
-    return False

@@ -20,6 +20,8 @@ from nnx_pipeline.lab.lint._walk import (
 )
 from nnx_pipeline.lab.mesh import spec_axes
 
+# A gather before two loops is made once for all iterations of the outer one: from so many limits.
+_FOR_ALL = 32
 _GATHERS = {"sharding_constraint", "reshard", "all_gather", "all_gather_invariant", "device_put"}
 
 
@@ -58,25 +60,31 @@ def gathers_of(program: LintedProgram) -> Iterator[Gather]:
 def stacks_gathered(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds stacked layers that are gathered together, before a loop takes them one by one.
 
-    Not for a loop inside another one: there the gather may be meant for all iterations of that.
+    Where that loop is inside another one, the gather may be meant for all iterations of that: it
+    then is reported from a larger size, and the cure says what it costs.
     """
     for one in gathers_of(program):
         if one.size.bytes < limit or getattr(one.result.aval, "ndim", 0) < 2:
             continue
-        if (count := _taken_one_by_one(one)) > 1:
-            yield Waste(
-                one.location,
-                one.size,
-                f"{facts.array_text(one.result)} is gathered whole, and is then used one entry at "
-                f"a time, {count} of them",
-                "gather one entry where it is used: in the body of the loop, with "
-                "jax.lax.with_sharding_constraint (or reshard, all_gather) on the layer's own "
-                "weight, inside the jax.checkpoint if there is one",
-            )
+        count, again = _taken_one_by_one(one)
+        if count < 2 or (again and one.size.bytes < _FOR_ALL * limit):
+            continue
+        yield Waste(
+            one.location,
+            one.size,
+            f"{facts.array_text(one.result)} is gathered whole, and is then used one entry at a "
+            f"time, {count} of them",
+            "gather one entry where it is used: in the body of the loop, with "
+            "jax.lax.with_sharding_constraint (or reshard, all_gather) on the layer's own weight, "
+            "inside the jax.checkpoint if there is one"
+            + again
+            * "; it is then gathered again in each iteration of the loop around that",
+        )
 
 
-def _taken_one_by_one(gather: Gather) -> int:
-    """How many entries of a gathered stack are used, each by itself; 0 if it is used whole."""
+def _taken_one_by_one(gather: Gather) -> tuple[int, bool]:
+    """How many entries of a gathered stack are used, each by itself, 0 if it is used whole; and
+    whether that happens more than once."""
     around, waiting = len(loops_around(gather.scope)), [gather.result]
     pieces = 0
     for one in each_once(waiting):
@@ -84,15 +92,14 @@ def _taken_one_by_one(gather: Gather) -> int:
         for equation in scope.readers.get(one.variable, []):
             loop = as_loop(scope, equation)
             if loop and any(whole == one for whole, _ in loop.sliced):
-                if len(loops_around(scope)) == around:
-                    return int(one.aval.shape[0])
+                return int(one.aval.shape[0]), len(loops_around(scope)) > around
             elif equation.primitive.name in facts.SAME:
                 waiting += [scope.value(result) for result in equation.outvars]
             elif _cuts_one_entry(equation):
                 pieces += _turns(scope, around)
         waiting += calls_of(one)
     # A loop that takes one entry more often than there are entries is one over something else.
-    return pieces if pieces <= gather.result.aval.shape[0] else 0
+    return (pieces if pieces <= gather.result.aval.shape[0] else 0), False
 
 
 def _turns(scope: JaxprScope, around: int) -> int:

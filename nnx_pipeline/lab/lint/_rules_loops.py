@@ -45,6 +45,8 @@ def parameters_in_loops(program: LintedProgram, limit: float) -> Iterator[Waste]
                 )
         for whole, entry in loop.stacked:
             size = program.device_bytes(whole)
+            if whole.aval.shape[0] < 2:
+                continue  # a loop of one iteration keeps no more than the entry
             if size.bytes >= limit and program.is_parameter(entry):
                 # The line in the body that makes the entry says more than the line of the loop.
                 made, _ = entry.scope.made.get(entry.variable, (None, 0))

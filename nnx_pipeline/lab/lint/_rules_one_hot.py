@@ -5,19 +5,22 @@ from collections.abc import Iterator
 from nnx_pipeline.lab._tracing.visits import each_once
 from nnx_pipeline.lab.lint import _facts as facts
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
-from nnx_pipeline.lab.lint._walk import Value, step_back
+from nnx_pipeline.lab.lint._walk import Value, calls_of, entries_of, stacks_of, step_back
 
 _SHAPING = facts.SAME | facts.FORM
 # What masks are made of one-hot arrays by, and what their indices are counted by.
 _MASKS = _SHAPING | facts.PART | facts.FACTORS | facts.SUMS
 _MASKS |= {"and", "or", "reduce_sum", "reduce_max", "reduce_or"}
+_SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "argmax"}
+_ELEMENTWISE = _SHAPING | facts.FACTORS | {"add", "add_any", "sub", "select_n", "and", "or", "gt"}
 _COUNTS = _MASKS | {"cumsum", "gather", "lt", "gt", "le", "ge", "max", "dot_general"}
 
 
 def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
     """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers.
 
-    Those of places in the buffers of experts are of `dispatch_stored`.
+    Not those of which only sums are taken, which a compiler makes without storing the array. Those
+    of places in the buffers of experts are of `dispatch_stored`.
     """
     for scope, equation in program.scope.equations():
         if equation.primitive.name != "convert_element_type":
@@ -25,7 +28,9 @@ def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
         value = scope.value(equation.outvars[0])
         size = program.device_bytes(value)
         indices = _indices(scope.value(equation.invars[0]))
-        if size.bytes >= limit and indices is not None and not _is_counted(indices):
+        if size.bytes < limit or indices is None or _is_counted(indices):
+            continue
+        if not _is_only_summed(value):
             yield Waste(
                 scope.locate(equation),
                 size,
@@ -33,6 +38,22 @@ def one_hot_arrays(program: LintedProgram, limit: float) -> Iterator[Waste]:
                 "read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
                 "part of the ids at a time",
             )
+
+
+def _is_only_summed(value: Value) -> bool:
+    """Whether all that reads an array elementwise ends in a sum, or the like, over an axis."""
+    waiting = [value]
+    for one in each_once(waiting):
+        for equation in one.scope.readers.get(one.variable, []):
+            name = equation.primitive.name
+            if name in _ELEMENTWISE:
+                waiting += [one.scope.value(result) for result in equation.outvars]
+            elif name not in _SUMS and not one.scope.inner.get(id(equation)):
+                return False
+        if any(stacks_of(one)) or any(entries_of(one)):
+            return False
+        waiting += calls_of(one)
+    return True
 
 
 def _indices(value: Value) -> Value | None:

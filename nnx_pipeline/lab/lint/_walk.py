@@ -192,6 +192,15 @@ def calls_of(value: Value) -> Iterator[Value]:
                 yield scope.parent.value(outside)
 
 
+def entries_of(value: Value) -> Iterator[Value]:
+    """The value in the bodies of the loops that take it entry by entry, or carry it."""
+    for equation in value.scope.readers.get(value.variable, []):
+        for called in value.scope.inner.get(id(equation), []):
+            for inlet, step in called.inlets.items():
+                if step.way in ("slice", "carry") and value in step.values:
+                    yield called.value(inlet)
+
+
 def stacks_of(value: Value) -> Iterator[Value]:
     """The arrays in which a loop stacks this value of its body, one entry per iteration."""
     loop = loop_of(value.scope)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, jit_of, traced_afresh
 from nnx_pipeline.lab._tracing.jaxpr import place_of
-from nnx_pipeline.lab._tracing.nnx_state import is_nnx
 from nnx_pipeline.lab.compile._functions import called_with, check_sizes
 from nnx_pipeline.lab.compile._places import check_places
 from nnx_pipeline.lab.lint import _rules_activations as activations
@@ -20,30 +18,36 @@ from nnx_pipeline.lab.lint import _rules_donation as donation
 from nnx_pipeline.lab.lint import _rules_gathers as gathers
 from nnx_pipeline.lab.lint import _rules_one_hot as one_hot
 from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
+from nnx_pipeline.lab.lint._parameters import parameters_of
 from nnx_pipeline.lab.lint._rules_loops import gradients_per_microbatch, parameters_in_loops
 from nnx_pipeline.lab.lint._rules_remat import remat_policies
 from nnx_pipeline.lab.lint.finding import Finding, Limits, Severity
 
 
 class LintRule(NamedTuple):
-    """A rule, how severe its findings are, and its smallest size: a field of `Limits`, so often."""
+    """A rule, how severe its findings are, and its smallest size: a field of `Limits`, so often,
+    and at least this share of what the function is given."""
 
     find: Callable[[LintedProgram, float], Iterator[Waste]]
     severity: Severity = "warning"
     limit: str = "large"
     times: int = 1
+    share: float = 0.0
 
 
-# Models make scores and logits on purpose, so these are reported from a larger size.
-_MEANT = 32
+def _meant(find: Callable[[LintedProgram, float], Iterator[Waste]]) -> LintRule:
+    """A rule about what models make on purpose, such as scores and logits: for larger sizes."""
+    return LintRule(find, times=32, share=0.05)
+
+
 RULES = {
     "not-donated": LintRule(donation.not_donated),
     "donation-lost": LintRule(donation.donations_lost),
     "cache-rebuilt": LintRule(donation.caches_rebuilt),
-    "residuals-stacked": LintRule(activations.residuals_stacked, times=_MEANT),
-    "scores-stored": LintRule(activations.scores_stored, times=_MEANT),
-    "logits-stored": LintRule(activations.logits_stored, times=_MEANT),
-    "dispatch-stored": LintRule(one_hot.dispatch_stored, times=_MEANT),
+    "residuals-stacked": _meant(activations.residuals_stacked),
+    "scores-stored": _meant(activations.scores_stored),
+    "logits-stored": _meant(activations.logits_stored),
+    "dispatch-stored": _meant(one_hot.dispatch_stored),
     "layers-gathered": LintRule(gathers.stacks_gathered),
     "gathered-twice": LintRule(gathers.gathered_twice),
     "replicated-parameter": LintRule(gathers.replicated_parameters),
@@ -51,6 +55,7 @@ RULES = {
     "parameter-in-loop": LintRule(parameters_in_loops),
     "gradient-per-microbatch": LintRule(gradients_per_microbatch),
     "remat-policy": LintRule(remat_policies),
+    "cast-before-loop": LintRule(arrays.casts_before_loops, times=32),
     "hidden-upcast": LintRule(arrays.hidden_upcasts),
     "one-hot": LintRule(one_hot.one_hot_arrays, limit="one_hot"),
     "trivial-constraint": LintRule(arrays.trivial_constraints, "advice"),
@@ -71,8 +76,9 @@ def lint(
     - `arguments`: pytrees of arrays or of `jax.ShapeDtypeStruct`, with a sharding where it matters.
     - `mesh`: the mesh under which the function is traced, which needs no devices.
     - `parameters`: the part of the arguments, as the same objects, whose arrays are the parameters.
-      Without it they are the `nnx.Param`s of the first argument, or, if that has no variables, its
-      floating-point arrays.
+      Without it they are the `nnx.Param`s of all arguments, or, if there are no NNX variables, the
+      floating-point arrays of those arguments that a program with a backward pass multiplies by and
+      returns in their shapes; if there are none of these, of the first argument.
     - `limits`: the sizes in bytes below which nothing is reported.
 
     Raises InputError for arguments that are no arrays, or not sharded over this mesh.
@@ -81,18 +87,21 @@ def lint(
     if mesh is not None:
         check_places(arguments, mesh)
     call = Call.of(function, arguments)
-    chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
-    wanted = {id(leaf) for leaf in chosen}
     with _under(mesh), traced_afresh(), called_with(call):
         traced, inputs = jaxpr_of(call)
     program = LintedProgram(
         traced,
-        frozenset(number for number, one in enumerate(inputs) if id(one.leaf) in wanted),
+        frozenset(),
         inputs,
         place_of(call.function),
         jit_of(call.function),
         dict(mesh.shape) if mesh is not None else {},
     )
+    if parameters is None:
+        program.parameters = parameters_of(program, call.given)
+    else:
+        wanted = set(map(id, jax.tree.leaves(parameters)))
+        program.parameters = frozenset(n for n, one in enumerate(inputs) if id(one.leaf) in wanted)
     return check_program(program, limits)
 
 
@@ -107,6 +116,7 @@ def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
     by_line: dict[object, list[Finding]] = {}
     for name, rule in RULES.items():
         smallest = rule.times * getattr(limits, rule.limit)
+        smallest = max(smallest, rule.share * program.given_bytes)
         for location, size, what, cure in rule.find(program, smallest):
             finding = Finding(
                 rule=name,
@@ -123,18 +133,3 @@ def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
         for same in by_line.values()
     ]
     return sorted(merged, key=lambda finding: (-finding.bytes, finding.rule, finding.location))
-
-
-def _parameters_of(arguments: tuple[object, ...]) -> list[object]:
-    """The `nnx.Param` arrays of the first argument, or its float arrays if it has no variables.
-
-    An argument without arrays, such as a static `self`, is passed over.
-    """
-    for argument in arguments:
-        first = jax.tree.leaves(argument, is_leaf=lambda leaf: is_nnx(leaf, "Variable"))
-        variables = [leaf for leaf in first if is_nnx(leaf, "Variable")]
-        if variables:
-            return jax.tree.leaves([leaf for leaf in variables if is_nnx(leaf, "Param")])
-        if arrays := [leaf for leaf in first if hasattr(leaf, "dtype")]:
-            return [leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return []

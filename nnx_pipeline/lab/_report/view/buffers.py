@@ -1,5 +1,6 @@
 """The rows of what the heap holds at its peak, and of how that differs between two programs."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,11 @@ from nnx_pipeline.lab._report.view.figures import DASH
 from nnx_pipeline.lab._timing.result import TimeRow
 from nnx_pipeline.lab.attribution._result import Attribution, Buffer, BufferDifference, Side
 
+ARGUMENTS_AND_OUTPUTS = (
+    "Outputs with memory of their own, outside the heap",
+    "Arguments, outside the heap",
+)
+FEW = 3  # rows that are shown of these
 SMALLEST = 10_000  # bytes from which a buffer outside the heap is shown
 
 # Parts of an operation's path (JAX's op_name) that only say that something was called, in a loop or
@@ -48,7 +54,7 @@ def buffer_rows(buffers: Sequence[Buffer]) -> list[BufferRow]:
             role=first.role,
             shape=first.shape,
             operation=short_operation(first.operation) or ("" if first.source else first.name),
-            source=short_line(first),
+            source=_with_path(group),
         )
         for group in grouped(buffers)
         for first in group[:1]
@@ -75,6 +81,9 @@ def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
     tables = {
         "Constants, outside the heap": attribution.constants,
         "Temporaries in the memory of outputs, outside the heap": attribution.in_outputs,
+        **dict(
+            zip(ARGUMENTS_AND_OUTPUTS, (attribution.outputs, attribution.arguments), strict=True)
+        ),
     }
     large = {
         title: [buffer for buffer in buffers if buffer.bytes >= SMALLEST]
@@ -109,6 +118,22 @@ def short_source(source: str | None) -> str:
     if file.is_relative_to(Path.cwd()):
         file = file.relative_to(Path.cwd())
     return f"{Path(*file.parts[-3:])}:{line}"
+
+
+def _with_path(group: Sequence[Buffer]) -> str:
+    """The line of buffers and then those that called it, as far as they share them, the nearest
+    first: `a/m.py:3 ‹ 7 ‹ n.py:12`, where a line without a name is in the file before it."""
+    first, paths = group[0], [buffer.path for buffer in group]
+    alike = itertools.takewhile(lambda lines: len(set(lines)) == 1, zip(*paths, strict=False))
+    common = [lines[0] for lines in alike]
+    if first.caller and first.caller not in common:
+        return short_line(first)
+    text, file = short_source(first.source), (first.source or "").rpartition(":")[0]
+    for line in common:
+        there, _, number = line.rpartition(":")
+        text += f" ‹ {number if there == file else f'{Path(there).name}:{number}'}"
+        file = there
+    return text
 
 
 def short_line(what: Buffer | Side | TimeRow) -> str:
