@@ -65,10 +65,12 @@ class Program(NamedTuple):
             raise RuntimeError(f"{' '.join(words)}\n{done.stderr}")
         return json.loads(done.stdout)
 
-    def measured(self, function: str, platform: str) -> Measurement:
+    def measured(self, function: str, platform: str) -> tuple[Measurement, str]:
+        """What `memory` measures, and the line that it says donates too little."""
         gemm = () if platform.startswith(("tpu", "cpu")) else ("--gemm", "cublas")
         found = self.run("memory", function, "--platform", platform, *gemm)
-        return measurements_of(found, self.path.name)[0]
+        kept = found["not_donated"] or {"source": ""}
+        return measurements_of(found, self.path.name)[0], kept["source"]
 
     def names(self, *sources: str | None) -> bool:
         return any(source.endswith(tuple(self.places)) for source in sources if source)
@@ -94,14 +96,19 @@ def row_of_fault(program: Program, found: Attribution) -> str:
     return hits[0] if hits else f"**{places[''][0] if places[''] else 'no'}**"
 
 
-def in_memory(faulty: Measurement, good: Measurement, program: Program) -> str:
+def in_memory(
+    faulty: tuple[Measurement, str], good: tuple[Measurement, str], program: Program
+) -> str:
     """The row in which the fault's line stands, and how many bytes the fault costs."""
-    accounts = [one.memory.account_bytes or 0 for one in (faulty, good)]
+    (bad, donor), (without, _) = faulty, good
+    accounts = [one.memory.account_bytes or 0 for one in (bad, without)]
     more = accounts[0] - accounts[1]
     if more < KEPT * accounts[1]:
         return f"not kept ({more / 1e6:+,.1f})"
-    assert faulty.attribution
-    return f"{row_of_fault(program, faulty.attribution)} (+{megabytes(more)})"
+    assert bad.attribution
+    row = row_of_fault(program, bad.attribution)
+    row = "not donated" if "**" in row and program.names(donor) else row
+    return f"{row} (+{megabytes(more)})"
 
 
 def in_lint(program: Program) -> tuple[str, str]:
@@ -141,11 +148,11 @@ ABOUT = """# Faults planted in other people's programs
 
 Each program of `benchmarks/planted` has one fault and a good version beside it; those named `later`
 were written after the product was mended for the others, and nothing was changed for them. A cell
-says in which row the fault's line, or its caller, stands: of the table of the heap, or among the
-first three of the constants, outputs or arguments, if that has 1 MB or more; in bold where it is in
-none of these; and by how many MB the fault makes the account larger. A fault that adds less than
-5 % is not kept by the compiler. Lint must name the line and the right cure. Made by
-`python benchmarks/planted_faults.py`.
+says in which row the fault's line, or its caller, stands: of the table of the heap, among the first
+three of the constants, outputs or arguments, if that has 1 MB or more, or in the line about what is
+not donated; in bold where it is in none of these; and by how many MB the fault makes the account
+larger. A fault that adds less than 5 % is not kept by the compiler. Lint must name the line and the
+right cure. Made by `python benchmarks/planted_faults.py`.
 
 """
 

@@ -307,3 +307,34 @@ def test_the_table_of_the_page(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     if jax.__version__ == "0.10.2":
         assert not {" ".join(line.split()) for line in shown.lines} - {*lines}
     assert any("donate_argnums=(0, 1)" in line for line in lines)
+
+
+UPDATES = """
+import jax
+
+def step(weights, moments, x):
+    gradients = jax.grad(lambda w: ((x @ w["up"]) ** 2).sum())(weights)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+    return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moments), moments
+
+donated = jax.jit(step, donate_argnums=(0, 1))
+
+def inputs():
+    w = {"up": jax.ShapeDtypeStruct((512, 512), "float32")}
+    return w, w, jax.ShapeDtypeStruct((64, 512), "float32")
+"""
+
+
+def test_memory_says_what_is_not_donated(run: Run, tmp_path: Path) -> None:
+    """With the line of the function; nothing of one that donates it."""
+    file = tmp_path / "updates.py"
+    file.write_text(UPDATES)
+    words = ("--inputs", f"{file}:inputs", "--platform", "cpu")
+    said = " ".join(run("memory", f"{file}:step", *words).out.split())
+    assert "not donated: weights, moments (2 arrays), whose memory results could take: " in said
+    assert "step is at updates.py:4; donate what its caller does not read again" in said
+    found = run("memory", f"{file}:step", *words, "--json", "-").json["not_donated"]
+    assert (found["arguments"], found["source"]) == (["weights", "moments"], "updates.py:4")
+    assert 0 < found["bytes"] <= 2 * 4 * 512 * 512
+    donated = run("memory", f"{file}:donated", *words, "--json", "-").json
+    assert donated["not_donated"] is None

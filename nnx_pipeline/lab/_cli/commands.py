@@ -273,9 +273,10 @@ def memory_command(
     The bytes are those of the compiler's own buffer assignment, per device. The account below says
     what else the program holds there: arguments, outputs and constants. Buffers whose rows would
     be identical share one row, which says how many they are; the JSON lists every buffer. Below
-    that, the estimated time of a step is listed by line of source and by pass. For
-    NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
-    has the second program under `other_gemm`.
+    that, the estimated time of a step is listed by line of source and by pass. A last line names
+    the arguments of your function that could be donated. For NVIDIA the program is compiled twice:
+    with matrix products by Triton and by cuBLASLt. The JSON has the second program under
+    `other_gemm`.
 
     With --try the changes are: donation of what results can take the memory of; jax.checkpoint
     around the bodies of loops that store much; other policies, where the function calls

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+import re
 from collections.abc import Sequence
 
 from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, MemoryOutputs, Outputs, Written
@@ -12,9 +14,12 @@ from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Costing, TwoArms
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report import tables as report
+from nnx_pipeline.lab._report.columns import texts
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab._report.view.figures import in_place_of_report
+from nnx_pipeline.lab._report.view.remarks import Kept
+from nnx_pipeline.lab._tracing.jaxpr import place_of
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.attribution._result import ADVICE, Attribution
 from nnx_pipeline.lab.compile._functions import find_function
@@ -23,6 +28,8 @@ from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
+
+WORTH = 0.01  # of the account: donations of less are not named
 
 
 def measured(subject: Subject, platforms: Sequence[Platform]) -> list[Measurement]:
@@ -101,11 +108,15 @@ def run_memory(
             show(line, json_path=outputs.json_path)
             continue
         show(report.memory_report(title, result, top=most), json_path=outputs.json_path)
+    kept = _kept_arguments(subject, results[0])
+    if kept:
+        show(*texts([kept.remark]), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {
             **result.to_json(),
             "buffers": attribution.to_json(),
+            "not_donated": kept and dataclasses.asdict(kept),
             "time_by_line": result.time and [dataclasses.asdict(row) for row in result.time.rows],
         }
         for result, attribution in zip(results, attributions, strict=True)
@@ -114,6 +125,21 @@ def run_memory(
     shown = results if None in lines else results[:1]
     outputs.write_measurement(title, shown, most)
     outputs.write_profile(title, results[0])
+
+
+def _kept_arguments(subject: Subject, result: Measurement) -> Kept | None:
+    """What a function could donate, if that is worth a line."""
+    if subject.config is not None:
+        return None
+    from nnx_pipeline.lab.explain.explanation import donations_of
+
+    given, gain = donations_of(result)
+    if gain < WORTH * result.needed_bytes:
+        return None
+    place = place_of(find_function(subject.name))
+    source = f"{os.path.basename(place.file)}:{place.line}"
+    names = dict.fromkeys(re.split(r"[.\[]", one.name, maxsplit=1)[0] for one in given)
+    return Kept(tuple(names), len(given), gain, place.function, source)
 
 
 def _with_buffers(result: Measurement) -> Attribution:

@@ -13,7 +13,7 @@ from nnx_pipeline.lab.attribution.account import Memory
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.explain._cures import Cure, cures_of, promises_of
-from nnx_pipeline.lab.explain._gains import Placed
+from nnx_pipeline.lab.explain._gains import Given, Placed
 from nnx_pipeline.lab.explain._program import (
     BEGINS_HLO,
     Program,
@@ -154,6 +154,16 @@ def promised(measured: Measurement) -> dict[str, int]:
         return {}
     placed = Placed(parse(measured.hlo), read_buffers(text), measured.hlo)
     return promises_of(rows.buffers, placed) if placed.buffers.schedule else {}
+
+
+def donations_of(measured: Measurement) -> tuple[list[Given], int]:
+    """The arguments of a compiled program that could be donated, and what its account would lose at
+    least; none and 0 where the places of its buffers are not known, as from a cache."""
+    text = measured.buffer_assignment
+    if text is None:
+        return [], 0
+    placed = Placed(parse(measured.hlo), read_buffers(text), measured.hlo)
+    return placed.donations() if placed.buffers.schedule else ([], 0)
 
 
 def _of_messages(found: Explanation) -> Explanation:

@@ -51,6 +51,33 @@ class Remark:
     tone: Tone = "plain"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Arguments that are not donated, although results could take their memory.
+
+    - `arrays`: how many arrays of these arguments.
+    - `bytes`: what the account loses by their donation at least.
+    - `function`, `source`: what takes them, and where that is defined.
+    """
+
+    arguments: tuple[str, ...]
+    arrays: int
+    bytes: int
+    function: str
+    source: str
+
+    @property
+    def remark(self) -> Remark:
+        names = ", ".join(self.arguments[:SHOWN])
+        more = f" and {len(self.arguments) - SHOWN} more" if self.arguments[SHOWN:] else ""
+        return Remark(
+            f"not donated: {names}{more} ({counted(self.arrays, 'array')}), whose memory results "
+            f"could take: {megabytes(self.bytes)} MB or more of the account; {self.function} is at "
+            f"{self.source}; donate what its caller does not read again",
+            "warning",
+        )
+
+
 def warnings(texts: Iterable[str]) -> list[Remark]:
     return [Remark(text, "warning") for text in texts]
 
