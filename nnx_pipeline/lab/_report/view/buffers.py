@@ -129,7 +129,8 @@ def _with_path(group: Sequence[Buffer]) -> str:
     if first.caller and first.caller not in common:
         return short_line(first)
     text, file = short_source(first.source), (first.source or "").rpartition(":")[0]
-    for line in common:
+    # A lambda of a line, and the call that it is given to, are two frames of one line.
+    for line in dict.fromkeys(line for line in common if line != first.source):
         there, _, number = line.rpartition(":")
         text += f" ‹ {number if there == file else f'{Path(there).name}:{number}'}"
         file = there
