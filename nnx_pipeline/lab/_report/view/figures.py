@@ -222,6 +222,7 @@ ROLE_COLOURS = {
     "constant": "#3d4f9f",
     "kept argument": "#8b6f5a",
     "donated argument": "#c4b5a5",
+    "argument": "#75604f",
     "output": "#5b8f8a",
     "other": "#5f6a77",
     "padding": "#b9bfc7",
