@@ -29,7 +29,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
-WORTH = 0.01  # of the account: donations of less are not named
+WORTH, SMALLEST = 0.01, 10**6  # of the account, and bytes: donations of less are not named
 
 
 def measured(subject: Subject, platforms: Sequence[Platform]) -> list[Measurement]:
@@ -129,7 +129,8 @@ def run_memory(
 
 def _kept_arguments(subject: Subject, result: Measurement) -> Kept | None:
     """What a function could donate, if that is worth a line."""
-    if subject.config is not None:
+    memory = result.memory
+    if subject.config is not None or memory.output_bytes - memory.alias_bytes < SMALLEST:
         return None
     from nnx_pipeline.lab.explain.explanation import donations_of
 
