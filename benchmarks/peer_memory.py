@@ -175,9 +175,9 @@ EVERY = (*ROWS, *DEEPSEEK, *LARGER)
 ABOUT = """# mixtral-small beside MaxText
 
 Made by `python benchmarks/peer_memory.py`; MB (10⁶ bytes) per device. Compute is the sum of the TPU
-compiler's own cycles per step, loops counted, in ms at 1.75 GHz; on H100 it was a roofline when
-this was made. Traffic is what all collectives give per step, and launches is how many there are,
-loops counted. A dash: MaxText has no such option, was not measured so, or crashes its compiler (2
+compiler's own cycles per step, loops counted, in ms at 1.75 GHz; on H100 it is by XLA's own
+model. Traffic is what all collectives give per step, and launches is how many there are, loops
+counted. A dash: MaxText has no such option, was not measured so, or crashes its compiler (2
 repeats on H100). With grouped experts and flash attention, MaxText's compute is known without its
 kernels only; the share is then of ours without ours.
 

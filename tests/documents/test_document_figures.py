@@ -130,10 +130,8 @@ def test_the_picture_of_the_readme() -> None:
 
 
 def compute(peer: Any, row: Any, found: dict[str, Any], *, digits: int, scale: float) -> str:
-    """Milliseconds, or seconds, of compute, with MaxText's in brackets; a dash for a roofline."""
-    if row.platform == peer.H100:
-        return "–"
-    theirs = peer.peer_compute(row)
+    """Milliseconds, or seconds, of compute, with MaxText's in brackets but for an H100."""
+    theirs = None if row.platform == peer.H100 else peer.peer_compute(row)
     ours = f"{found['compute_seconds'] * scale:.{digits}f}"
     return f"{ours} ({theirs / 1e3 * scale:.{digits}f})" if theirs else ours
 
