@@ -56,8 +56,8 @@ def _sizes(raw: Values, net: str, available: int | None) -> dict[str, Any]:
     for key in open_ended:
         if available is None:
             raise InputError(
-                f"{key}=-1 is what is left of the devices; name them by --platform "
-                "tpu:v5p:2x2x2, or the mesh by --mesh fsdp=8"
+                f"{key}=-1 is what is left of the devices; name the mesh by --mesh, "
+                "or, where a command takes it, the devices by --platform tpu:v5p:2x2x2"
             )
         others = math.prod(size for size in sizes.values() if size != -1)
         sizes[key] = max(1, available // max(1, others))

@@ -650,3 +650,43 @@ def test_a_limit_that_is_no_size(run: Run, option: str, size: str) -> None:
 def test_a_limit_is_a_number_of_0_or_more(field: str) -> None:
     with pytest.raises(InputError, match=rf"{field}=-1 is out of range; choose 0 or more"):
         Limits(**{field: -1})
+
+
+def test_what_a_target_follows_is_not_donated() -> None:
+    """Of two networks the one that comes back, and none where its decay alone is in the result."""
+    w = {"up": array(SIZE, SIZE)}
+
+    def followed(online: Any, target: Any) -> Any:
+        return jax.tree.map(lambda t, o: 0.995 * t + 0.005 * o, target, online)
+
+    def trained(online: Any, target: Any, x: Any) -> Any:
+        loss = jax.grad(lambda online: jnp.sum(x @ online["up"]) ** 2)(online)
+        return followed(online, target), jnp.sum(loss["up"])
+
+    def gradient(params: Any, x: Any) -> Any:
+        found = jax.grad(lambda params: jnp.sum(x @ params["up"]) ** 2)(params)
+        return jax.tree.map(lambda d, w: d + 1e-4 * w, found, params)
+
+    small = Limits(large=1)
+    (finding,) = _not_donated(lint(trained, w, w, array(8, SIZE), limits=small))
+    assert "donate_argnums=(1,)" in finding.cure
+    assert not _not_donated(lint(gradient, w, array(8, SIZE), limits=small))
+
+
+class _Own(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((SIZE, SIZE)))
+
+
+def test_the_jit_that_can_donate_is_named() -> None:
+    def step(model: _Own, x: Any) -> Any:
+        gradients = nnx.grad(lambda model: jnp.sum(x @ model.w[...]) ** 2)(model)
+        nnx.update(model, jax.tree.map(lambda w, d: w - 0.1 * d, nnx.state(model), gradients))
+
+    found = lint(step, nnx.eval_shape(_Own), array(8, SIZE), limits=Limits(large=1))
+    (finding,) = _not_donated(found)
+    assert finding.cure.startswith("jit it with donation: nnx.jit(step, donate_argnums=(0,)")
+
+
+def _not_donated(found: list[Finding]) -> list[Finding]:
+    return [one for one in found if one.rule == "not-donated"]

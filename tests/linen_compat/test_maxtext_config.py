@@ -228,7 +228,7 @@ def test_mesh(tmp_path, given, devices, slices, mesh, dcn):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "ici_fsdp_parallelism=-1 is what is left of the devices; name them by --platform"),
+        ({}, "ici_fsdp_parallelism=-1 is what is left of the devices; name the mesh by --mesh"),
         ({"ici_data_parallelism": -1}, "ici_fsdp_parallelism and ici_data_parallelism are both -1"),
         (
             {"ici_fsdp_parallelism": 1, "ici_sequence_parallelism": 2},

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Sequence
 
 from nnx_pipeline.lab._cli.outputs import ComparisonOutputs, MemoryOutputs, Outputs, Written
@@ -132,14 +131,14 @@ def _kept_arguments(subject: Subject, result: Measurement) -> Kept | None:
     memory = result.memory
     if subject.config is not None or memory.output_bytes - memory.alias_bytes < SMALLEST:
         return None
-    from nnx_pipeline.lab.explain.explanation import donations_of
+    from nnx_pipeline.lab.explain.explanation import donations_of, root_of
 
     given, gain = donations_of(result)
     if gain < WORTH * result.needed_bytes:
         return None
     place = place_of(find_function(subject.name))
     source = f"{os.path.basename(place.file)}:{place.line}"
-    names = dict.fromkeys(re.split(r"[.\[]", one.name, maxsplit=1)[0] for one in given)
+    names = dict.fromkeys(root_of(one.name) for one in given)
     return Kept(tuple(names), len(given), gain, place.function, source)
 
 

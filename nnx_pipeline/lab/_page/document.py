@@ -65,7 +65,7 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    said = [*closing_remarks(measured), *notes]
+    said = [*closing_remarks(measured, hint=not notes), *notes]
     return _page(title, said, command, MEMORY | TIME | BUFFERS, body)
 
 

@@ -171,6 +171,19 @@ def jit_of(function: Callable[..., object]) -> str:
     return type(function).__module__.partition(".")[0] if _lowers(function) else ""
 
 
+def jit_for(call: Call) -> str:
+    """`jit_of` the function; where nothing jitted it, "no " and what could, or "" for `jax.jit`."""
+    arguments, keywords = call.given
+    every = [*arguments, *keywords.values()]
+    if (found := jit_of(call.function)) or not every:
+        return found
+    if any(nnx_state.is_nnx(one, "Module", "Optimizer", "Metric") for one in every):
+        return "no nnx.jit"
+    equinox = sys.modules.get("equinox")
+    is_own = equinox and any(isinstance(one, equinox.Module) for one in every)
+    return "no eqx.filter_jit" if is_own else ""
+
+
 def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Input]]:
     """The jaxpr of a call and its inputs in order. Raises InputError as `trace` does."""
     used = nnx_state.Threaded(call.function, numbers=not _lowers(call.function))

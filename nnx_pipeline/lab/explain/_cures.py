@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nnx_pipeline.lab._hlo.buffers import BufferValue
+from nnx_pipeline.lab._hlo.loops import loop_trips
 from nnx_pipeline.lab._hlo.module import Shape, shapes_of
 from nnx_pipeline.lab.attribution._result import ADVICE, Buffer
 from nnx_pipeline.lab.errors import counted
@@ -200,8 +201,10 @@ def _residuals(rows: Sequence[Buffer], placed: Placed | None) -> _Found:
     for steps, pairs in stacks.items():
         used = [row for row, _ in pairs]
         shapes = {shape for _, shape in pairs}
-        gain = None
-        if placed and (carry := _carry_bytes(placed, steps, shapes)):
+        gain, carry = None, _carry_bytes(placed, steps, shapes) if placed else None
+        if placed and carry is None:
+            continue  # an array of so many rows, which no loop stacks
+        if placed and carry:
             total = sum(row.bytes for row in used)
             instead = steps * carry + 2 * total // steps
             gain = placed.gain(functools.partial(_without, shapes), instead)
@@ -221,9 +224,10 @@ def _without(shapes: set[Shape], value: BufferValue, shape: Shape) -> int | None
 def _carry_bytes(placed: Placed, steps: int, stacks: set[Shape]) -> int | None:
     """The bytes that each step of the loop that stacks these hands to the next one, None where no
     such loop is found. Counters and what the loop only reads are left out."""
-    flow = placed.flow
+    flow, trips = placed.flow, loop_trips(placed.module)
     for item in flow.instructions.values():
-        if item.opcode != "while" or not stacks & set(item.shapes):
+        is_other = trips.get((flow.home[item.name], item.name)) not in (steps, None)
+        if item.opcode != "while" or is_other or not stacks & set(item.shapes):
             continue
         carried = [
             shape.bytes

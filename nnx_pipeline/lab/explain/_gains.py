@@ -5,7 +5,7 @@ peak. Nothing else is assumed to change. What must take the place of the values 
 moment, so that the gain is rather too small.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,8 +66,9 @@ class Placed:
         peak = max(live_bytes(slots).values(), default=0)
         return max(0, self._peak - peak - instead)
 
-    def donations(self) -> tuple[list[Given], int]:
-        """Arguments that are not donated and could be, and what the account loses by that.
+    def donations(self, of: Container[str] | None = None) -> tuple[list[Given], int]:
+        """Arguments that are not donated and could be, and what the account loses by that; `of` are
+        the names of those that may be.
 
         An argument fits a result of its dtype, shape and layout that no other argument gives its
         memory to. It must be read for the last time where the result is made, or before. Where
@@ -77,6 +78,8 @@ class Placed:
         found: list[Given] = []
         gain = 0
         for argument, part in self._kept_arguments():
+            if of is not None and argument.op_name not in of:
+                continue
             fitting = free.get(part.values[0].type, [])
             taken = next((one for one in fitting if self._is_free(argument, one)), None)
             if taken is not None:

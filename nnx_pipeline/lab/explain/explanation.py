@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,12 +160,30 @@ def promised(measured: Measurement) -> dict[str, int]:
 
 def donations_of(measured: Measurement) -> tuple[list[Given], int]:
     """The arguments of a compiled program that could be donated, and what its account would lose at
-    least; none and 0 where the places of its buffers are not known, as from a cache."""
+    least; none and 0 where the places of its buffers are not known, as from a cache.
+
+    Of an argument with several arrays half of them or more must fit: else it comes back as another.
+    """
     text = measured.buffer_assignment
     if text is None:
         return [], 0
     placed = Placed(parse(measured.hlo), read_buffers(text), measured.hlo)
-    return placed.donations() if placed.buffers.schedule else ([], 0)
+    if not placed.buffers.schedule:
+        return [], 0
+    every, fit = (
+        Counter(root_of(one) for one in names)
+        for names in (
+            [argument.op_name for argument in placed.arguments],
+            [given.name for given in placed.donations()[0]],
+        )
+    )
+    names = [one.op_name for one in placed.arguments]
+    return placed.donations([one for one in names if 2 * fit[root_of(one)] >= every[root_of(one)]])
+
+
+def root_of(name: str) -> str:
+    """The argument that an array is part of: `model` for `model.layers[0]['w']`."""
+    return re.split(r"[.\[]", name, maxsplit=1)[0]
 
 
 def _of_messages(found: Explanation) -> Explanation:

@@ -22,7 +22,8 @@ def not_donated(program: LintedProgram, limit: float) -> Iterator[Waste]:
 
     A result is an updated argument of its dtype and shape if the argument is written into, or if it
     is a term of the result: in a program with a backward pass, or for several arrays of one
-    argument. x + f(x) of a layer is no update.
+    argument. x + f(x) of a layer is no update. A term with a factor below a half is none (weight
+    decay, the network that a target follows), and neither is one of several that could be it.
     """
     numbers = updated_arguments(program)
     kept = [program.inputs[number] for number in numbers]
@@ -43,7 +44,7 @@ def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
     """What to write so that arrays are donated.
 
     - `kept`: the arrays.
-    - `jit`: what jitted the function, see `jit_of`.
+    - `jit`: what jitted the function or could, see `jit_for`.
     - `name`: that of the function.
     """
     numbers = tuple(dict.fromkeys(one.argument for one in kept if isinstance(one.argument, int)))
@@ -55,6 +56,9 @@ def donation_words(kept: Sequence[Input], jit: str, name: str) -> str:
         options = f"{options} or donate_argnames={names}"
     cures = {
         "": f"jit it with donation: jax.jit({name}, {options})",
+        "no nnx.jit": f"jit it with donation: nnx.jit({name}, {options})",
+        "no eqx.filter_jit": 'jit it with donation: eqx.filter_jit(donate="all") or, for all but '
+        'the first argument, donate="all-except-first"',
         "equinox": 'write eqx.filter_jit(donate="all") or, for all but the first argument, '
         'donate="all-except-first"',
     }
@@ -69,6 +73,8 @@ def updated_arguments(program: LintedProgram) -> list[int]:
     taken: dict[int, bool] = {}
     for candidates, is_sure in sorted(updates, key=lambda update: len(update[0])):
         free = [number for number in sorted(candidates) if number not in taken]
+        if len({program.inputs[number].argument for number in free}) > 1:
+            continue  # which of them comes back is not known
         taken |= dict.fromkeys(free[:1], is_sure)
     # Without a gradient only a tree with several such arrays is taken for a state.
     trees = Counter(program.inputs[number].argument for number in taken)
@@ -127,7 +133,19 @@ def _of_update(step: Derivation) -> Sequence[Value]:
         return ()
     if step.values and is_differentiated([step.equation, *step.values[0].scope.calls()]):
         return ()
-    return step.values
+    return () if _is_small_part(step) else step.values
+
+
+def _is_small_part(step: Derivation) -> bool:
+    """Whether a product has a literal factor below a half, or a quotient one above two."""
+    equation = step.equation
+    if equation is None or step.primitive not in ("mul", "div"):
+        return False
+    numbers = [one.val for one in equation.invars if isinstance(one, Literal)]
+    sizes = [abs(float(number)) for number in numbers if not getattr(number, "shape", ())]
+    if step.primitive == "div":
+        sizes = [1 / size for size in sizes if size]
+    return any(size < 0.5 for size in sizes)
 
 
 def donations_lost(program: LintedProgram, limit: float) -> Iterator[Waste]:

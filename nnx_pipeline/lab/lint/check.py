@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, jit_of, traced_afresh
+from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, jit_for, traced_afresh
 from nnx_pipeline.lab._tracing.jaxpr import place_of
 from nnx_pipeline.lab.compile._functions import called_with, check_sizes
 from nnx_pipeline.lab.compile._places import check_places
@@ -94,7 +94,7 @@ def lint(
         frozenset(),
         inputs,
         place_of(call.function),
-        jit_of(call.function),
+        jit_for(call),
         dict(mesh.shape) if mesh is not None else {},
     )
     if parameters is None:

@@ -5,14 +5,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
-from nnx_pipeline.lab._tracing.calls import Call, Input, jit_of
+from nnx_pipeline.lab._tracing.calls import Call, Input, jit_for
 from nnx_pipeline.lab._tracing.jaxpr import place_of
 from nnx_pipeline.lab.comparison.changes import Change, Watched, loop_changes, policy_changes
 from nnx_pipeline.lab.lint._facts import LintedProgram, kind_of
 from nnx_pipeline.lab.lint._rules_donation import donation_words, updated_arguments
 from nnx_pipeline.lab.lint._walk import as_loop
 
-_NO_DONATION = "donation: no argument has the dtypes and shapes of results that have no donor yet"
+_NO_DONATION = (
+    "donation: no argument comes back updated, or is like results that are new and have no donor"
+)
 _NO_BACKWARD = "checkpoints: the function has no backward pass"
 _NO_LOOPS = (
     "checkpoints in loops: none is called as jax.lax.scan, jax.lax.map or jax.lax.fori_loop (one "
@@ -36,7 +38,7 @@ def changes_of(
     def traced() -> LintedProgram:
         call, program, inputs = traced_call()
         place = place_of(call.function)
-        return LintedProgram(program, frozenset(), inputs, place, jit_of(call.function))
+        return LintedProgram(program, frozenset(), inputs, place, jit_for(call))
 
     def is_smaller(line: str) -> bool:
         (change,) = loop_changes([line], keeping=False)
