@@ -101,7 +101,7 @@ class Shown:
         """Raises InputError where nothing can be tried."""
         if subject.config is not None:
             raise InputError(
-                f"--try is for a function, and {subject.name} is a preset; "
+                f"--try is for a function, and {subject.name} is none; "
                 f"nnx-pipeline compare {subject.name} compares it with other settings"
             )
         if target.gemm == "both":
