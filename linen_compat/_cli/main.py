@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import click
 
 from linen_compat._cli.overhead import overhead
+from linen_compat._cli.values import Checks
 from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import main_of
 from nnx_pipeline.lab.errors import InputError
@@ -40,6 +41,11 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     run_inspect(checkpoint, json_path)
 
 
+adapter_option = click.option(
+    "--adapter", metavar="DIR", help="An adapter of PEFT (LoRA) to merge into the weights."
+)
+
+
 @commands.command(
     "check",
     short_help="Check that a checkpoint fits a model.",
@@ -54,19 +60,19 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face or "
     "its folder, or a preset.",
 )
-@click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
-@click.option(
-    "--numerics", is_flag=True, help="Compare each layer's result with MaxText's mathematics."
+@bundled(
+    "checks",
+    Checks,
+    click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN."),
+    click.option(
+        "--numerics", is_flag=True, help="Compare each layer's result with MaxText's mathematics."
+    ),
+    click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass."),
+    adapter_option,
 )
-@click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def check_checkpoint(
-    checkpoint: str,
-    config_name: str,
-    read: bool,
-    numerics: bool,
-    allow_nan: bool,
-    json_path: str | None,
+    checkpoint: str, config_name: str, checks: Checks, json_path: str | None
 ) -> None:
     """Say which leaves a model would take from a checkpoint and which stay randomly initialised.
 
@@ -74,11 +80,11 @@ def check_checkpoint(
     everything fits. The state of another optimizer than AdamW is no misfit: what becomes of it is
     said.
     """
-    if allow_nan and not read:
+    if checks.allow_nan and not checks.read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
-    from linen_compat._cli.running import Checks, run_check
+    from linen_compat._cli.checking import run_check
 
-    run_check(checkpoint, config_name, Checks(read, numerics, allow_nan), json_path)
+    run_check(checkpoint, config_name, checks, json_path)
 
 
 FORMATS = "maxtext:unscanned, maxtext:scanned, maxtext:pipelined, nnx, huggingface"
@@ -86,12 +92,13 @@ FORMATS = "maxtext:unscanned, maxtext:scanned, maxtext:pipelined, nnx, huggingfa
 
 @dataclass(frozen=True)
 class ConvertedFrom:
-    """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`."""
+    """The checkpoint to convert, as given by SRC and the options of what is read."""
 
     checkpoint: str
     source_format: str
     config_name: str | None
     parameters_only: bool
+    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,7 @@ source_options = bundled(
         is_flag=True,
         help="Leave the optimizer's state behind, whichever optimizer's it is.",
     ),
+    adapter_option,
 )
 
 target_options = bundled(
@@ -149,7 +157,7 @@ target_options = bundled(
 @target_options
 @click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")
 def convert(source: ConvertedFrom, target: ConvertedTo, allow_nan: bool) -> None:
-    """Write a checkpoint in another format or layout, one array at a time.
+    """Write a checkpoint in another format or layout, with several arrays in work at once.
 
     DST must be a new name or an empty folder. It is filled under a temporary name, and gets its own
     name when everything is written. Every byte that is copied is read and checked.
@@ -157,8 +165,26 @@ def convert(source: ConvertedFrom, target: ConvertedTo, allow_nan: bool) -> None
     from linen_compat._cli.running import run_convert
     from linen_compat.checkpoints._convert import From, To
 
-    opened = From(source.checkpoint, source.source_format, parameters_only=source.parameters_only)
+    only, adapter = source.parameters_only, source.adapter
+    opened = From(source.checkpoint, source.source_format, None, only, adapter)
     run_convert(opened, To(**vars(target)), source.config_name, keep_nan=allow_nan)
+
+
+@commands.command(
+    "formats",
+    short_help="List the models that load, and from where.",
+    epilog="Example: linen-compat formats",
+)
+@click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
+def formats_command(json_path: str | None) -> None:
+    """List the classes of transformers and decoder blocks of MaxText that are read and written.
+
+    Features outside the list are refused by name, and so are keys with values that a class does not
+    have here.
+    """
+    from linen_compat._cli.running import run_formats
+
+    run_formats(json_path)
 
 
 commands.add_command(overhead)

@@ -32,7 +32,9 @@ Flat = Mapping[Path, PyTree]  # the leaves of a tree by their paths
 Variable = nnx.Variable[PyTree]
 Axes = tuple[str | None, ...]
 
-_LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
+_ATTENTION = (*names.ATTENTION, *names.BIASES, names.SINKS, *names.QK_NORMS)
+_ROUTED = (*names.EXPERTS, *names.EXPERT_BIASES)
+_LAYER = (*names.NORMS, *_ATTENTION)
 _DEEPSEEK = "DeepSeekMoeBlock_0/"
 # MaxText's names of axes by the end of the Linen path. The first match is taken.
 _MAXTEXT_AXES: dict[str, Axes] = {
@@ -46,6 +48,14 @@ _MAXTEXT_AXES: dict[str, Axes] = {
     "out/kernel": ("heads", "kv", "embed"),
     "DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel": ("embed_moe", None),
     "gate/kernel": ("embed", None),
+    "query/bias": ("q_heads", "kv"),
+    "key/bias": ("kv_heads", "kv_head_dim"),
+    "value/bias": ("kv_heads", "kv_head_dim"),
+    "out/bias": ("norm",),
+    "sinks": ("q_heads",),
+    "wi_0_bias": ("exp", "mlp_moe"),
+    "wi_1_bias": ("exp", "mlp_moe"),
+    "wo_bias": ("exp", "norm"),
     "gate/bias": (None,),
     "wi_0/kernel": ("embed", "mlp"),
     "wi_1/kernel": ("embed", "mlp"),
@@ -76,9 +86,9 @@ _OF_CLASSES: tuple[tuple[tuple[type, ...], tuple[Names, ...]], ...] = (
     ((Embed, modules.Embed), (Names("embedding", "embedding", ""),)),
     (
         (Attention, modules.Attention),
-        _below((*names.ATTENTION, *names.QK_NORMS), "attention.", "self_attention/"),
+        _below(_ATTENTION, "attention.", "self_attention/"),
     ),
-    ((RoutedMoE, modules.MoeBlock), _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/")),
+    ((RoutedMoE, modules.MoeBlock), _below(_ROUTED, "feed_forward.", "MoeBlock_0/")),
     ((MLP, modules.MlpBlock), _below(names.MLP, "feed_forward.", "mlp/")),
     (
         (modules.DeepSeekMoeBlock,),
@@ -95,7 +105,8 @@ def table_of(module: nnx.Module | nn.Module) -> tuple[Names, ...]:
     if isinstance(module, DecoderLayer):
         routed, config = "router" in vars(module.feed_forward), module.attention.config
         if config.kv_lora_rank is None:
-            return names.of_layer(2 if routed else 1, qk_norm=config.qk_norm)
+            layer = names.of_layer(2 if routed else 1, qk_norm=config.qk_norm)
+            return (*layer, *names.OPTIONAL, *names.EXPERT_BIASES)
         return _of_latent_layer(config, routed)
     if isinstance(module, modules.DeepSeekDenseLayer | modules.DeepSeekMoELayer):
         return _of_latent_layer(module.config, isinstance(module, modules.DeepSeekMoELayer))

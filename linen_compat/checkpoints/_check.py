@@ -1,6 +1,7 @@
 """Checks whether a checkpoint fits a model: by its metadata, its bytes and its results."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from linen_compat.checkpoints import _reference as reference
 from linen_compat.checkpoints.loading import load
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import Comparison, compare_to_load, first_of
-from linen_compat.formats._in_memory import for_mesh, model_arrays
+from linen_compat.formats._in_memory import for_mesh
 from linen_compat.formats._intact import Json, Unchanged
 from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats._orbax.arrays import StoredArrays
@@ -21,12 +22,16 @@ from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import HUGGINGFACE, NNX
 from linen_compat.formats._orbax.stream import OrbaxSource, read_scalars
 from linen_compat.formats._plausible import problem_of, suspicion, zeros_in_a_row
+from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import PARAMETERS, Mismatch, walk
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import TensorFolder, files_of
+from linen_compat.formats.huggingface._merged import problems_of_adapter
+from linen_compat.formats.huggingface._peft import Adapter
 from linen_compat.formats.huggingface._stream import is_huggingface
 from linen_compat.formats.huggingface._tensors import KNOWN_EXTRA
 from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline.lab._files import place
 
 NUMERICS_TOLERANCE = 1e-4  # as a fraction of the largest value, both sides in float32
 
@@ -75,8 +80,9 @@ class FirstDifference:
     largest: float
 
 
-def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares names, shapes, dtypes and the optimizer's counts with what a model needs.
+def diagnose(checkpoint: str | Path, config: Config, adapter: Adapter | None = None) -> Diagnosis:
+    """Compares names, shapes, dtypes and the optimizer's counts with what a model needs, and those
+    of an adapter with the model.
 
     What does not fit or cannot be read is in the result; no checkpoint at all is an InputError. The
     state of another optimizer than AdamW is no misfit: `load` leaves it out.
@@ -84,18 +90,20 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
     try:
         if is_huggingface(checkpoint):
             comparison = huggingface.compare_folder(checkpoint, config.model)
+            comparison.notes.extend(problems_of_adapter(adapter, checkpoint, config.model))
             layers = huggingface.folder_config(checkpoint).model.num_layers
-            return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
+            return Diagnosis(place(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
         contents = inspect(checkpoint)
         layout, judged = contents.layout, _judged(contents)
         comparison = compare_to_load(judged, config.model)
+        comparison.notes.extend(problems_of_adapter(adapter, checkpoint, config.model))
         optimizer = _of_optimizer(contents, comparison, config)
         if not comparison.problems:
             wrong = problem_of(read_scalars(judged))
             comparison.notes.extend([wrong] if wrong else [])
     except Mismatch as error:
         none = Comparison(notes=[str(error)])
-        return Diagnosis(Path(checkpoint), None, None, None, None, none)
+        return Diagnosis(place(checkpoint), None, None, None, None, none)
     numbers = (layout.num_layers, layout.stages, layout.repeats)
     return Diagnosis(contents.items, layout.format, *numbers, comparison, optimizer)
 
@@ -124,10 +132,13 @@ def read_everything(
     diagnosis: Diagnosis,
     config: Config,
     *,
+    adapter: Adapter | None = None,
     allow_nan: bool = False,
     progress: streams.Progress = streams.no_progress,
 ) -> int:
     """Reads every byte of a checkpoint without problems, and returns the number of bytes.
+
+    Those of an adapter are read and counted too.
 
     Raises Mismatch, naming the leaf, when bytes are missing or have changed, a parameter or a
     moment is NaN or infinite, a second moment is below 0, or training cannot have produced an array
@@ -136,7 +147,8 @@ def read_everything(
     total, strange = 0, dict[str, str]()
     files = files_of(diagnosis.checkpoint) if diagnosis.format == HUGGINGFACE else None
     with Unchanged(diagnosis.checkpoint, files):
-        for read in _every_array(diagnosis, config):
+        of_adapter = _every_tensor(adapter) if adapter else ()
+        for read in itertools.chain(_every_array(diagnosis, config), of_adapter):
             array, part = read.array, read.part
             if part is not None:
                 streams.check_finite(array, read.name, allow_nan=allow_nan)
@@ -194,6 +206,11 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     source.check_files()  # after the arrays, whose errors name what is lost
 
 
+def _every_tensor(adapter: Adapter) -> Iterator[_Read]:
+    for name in adapter.specs:  # a matrix B is zero before training
+        yield _Read(name, adapter.read(name), PARAMETERS, may_be_zero=True)
+
+
 def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
     """Runs of zeros that cannot be right, by the names of the stored arrays."""
     # A lost block is contiguous on disk; in memory it may be spread over the layers of a stack.
@@ -249,9 +266,11 @@ def _states_of(model: Mixtral, tokens: jax.Array) -> Iterator[jax.Array]:
     for number in range(model.config.model.num_dense_layers):
         x = apply(jax.tree.map(lambda leaf, at=number: leaf[at], model.dense_layers), x)
         yield x
-    for number in range(model.config.model.num_pipeline_layers):
-        # Without a mesh there is one repeat and one stage: parameters are [1, 1, layers, …].
-        layer = jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], model.pipeline.layers)
+    stack = model.pipeline.runner.stack
+    places = stack.places
+    for number in range(stack.layers):
+        at = np.unravel_index(places[number], stack.shape)
+        layer = jax.tree.map(lambda leaf, at=at: leaf[at], model.pipeline.layers)
         x = apply(layer, x)
         yield x
     yield jax.jit(lambda model, tokens: model(tokens))(model, tokens)

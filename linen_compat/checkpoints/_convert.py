@@ -1,22 +1,27 @@
-"""Converts a checkpoint from one format to another, one array of one layer at a time."""
+"""Converts a checkpoint from one format to another, array by array, several at once."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import compare_leaves, compare_with_itself
-from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._intact import Unchanged
+from linen_compat.formats._names import ORBAX, check_one_kind
 from linen_compat.formats._new_folder import Room, check_free, new_folder
 from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
+from linen_compat.formats._parallel import threads
 from linen_compat.formats._plausible import check_scalars
+from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import Mismatch, copy
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
+from linen_compat.formats.huggingface._merged import MergedSource, merged
+from linen_compat.formats.huggingface._peft import adapter_of, files_of_adapter
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab.errors import one_of
 
 AUTO = "auto"
@@ -73,17 +78,18 @@ class Conversion:
         Raises Mismatch for missing bytes, for NaN, and for a file that has changed since `plan`.
         """
         source, layout, config = self.opened.source, self.layout, self.opened.config
-        room = Room(self.nbytes, compressed=layout is not None)
+        room = Room(self.nbytes, by_tensorstore=layout is not None)
         with new_folder(self.destination, room) as folder, self.opened.files:
             target: streams.LayerDestination
             if layout is None:
                 assert config is not None, "a plan for Hugging Face has a config"
                 target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
             else:
-                target = OrbaxDestination(source, folder, layout)
-            copy(source, target, allow_nan=allow_nan, progress=progress)
-            if isinstance(source, OrbaxSource):
-                source.check_files()  # after the arrays, whose errors name what is lost
+                target = OrbaxDestination(source, folder, layout, durable=False)
+            copy(source, target, allow_nan=allow_nan, progress=progress, workers=threads())
+            stored = source.base if isinstance(source, MergedSource) else source
+            if isinstance(stored, OrbaxSource):
+                stored.check_files()  # after the arrays, whose errors name what is lost
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,15 @@ class From:
     """The checkpoint to convert; its format is `auto` to recognise it.
 
     Without a config that it must fit its layers must agree with each other. `parameters_only`
-    leaves the optimizer's state behind, which may then be of any optimizer.
+    leaves the optimizer's state behind, which may then be of any optimizer. `adapter` is the folder
+    of an adapter of PEFT to merge.
     """
 
     path: str | Path
     format: str = AUTO
     config: Config | None = None
     parameters_only: bool = False
+    adapter: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -134,22 +142,36 @@ def plan(source: From, target: To) -> Conversion:
                 "give the config of the model, which for a run of `nnx-pipeline train` is its "
                 "config.yml"
             )
-        return Conversion(opened, Path(target.path), None)
+        return Conversion(opened, place(target.path), None)
     opened = open_checkpoint(source)
     layout = _target_layout(opened, target)
-    if target.format != NNX and opened.config is not None:
-        check_maxtext(opened.config.model)
-    return Conversion(opened, Path(target.path), layout)
+    scalars = opened.source.scalars
+    if target.format != NNX and (more := streams.ours_alone(opened.source.parts, scalars)):
+        raise Mismatch(
+            f"{source.path} has {more}, for which {target.format} has no place; convert to nnx, or "
+            "the parameters alone with --parameters-only"
+        )
+    if opened.config is not None:
+        check_one_kind(opened.config.model, ORBAX)
+        if target.format != NNX:
+            check_maxtext(opened.config.model)
+    return Conversion(opened, place(target.path), layout)
 
 
 def open_checkpoint(source: From) -> Opened:
     """Opens a checkpoint of any format as a source, once every leaf is accounted for."""
-    path, config = source.path, source.config
+    path, config, adapter = source.path, source.config, adapter_of(source.adapter, source.path)
     if source.format == HUGGINGFACE or (source.format == AUTO and huggingface.is_huggingface(path)):
-        files = Unchanged(path, files_of(path))
+        files = Unchanged(path, [*files_of(path), *files_of_adapter(adapter)])
         config = huggingface.config_for(path, config)
-        return Opened(huggingface.HuggingFaceSource(path, config.model), files, None, config)
-    files = Unchanged(find_items(path))
+        whole_model = huggingface.HuggingFaceSource(path, config.model)
+        return Opened(merged(whole_model, adapter, path, config.model), files, None, config)
+    files = Unchanged(path, [*find_items(path).glob("**/*"), *files_of_adapter(adapter)])
+    if adapter and config is None:
+        raise InputError(
+            "--adapter needs --config for an Orbax checkpoint, which does not say by which names "
+            "PEFT knows its weights"
+        )
     contents = whole = inspect(path)
     if source.format not in (AUTO, contents.layout.format):
         raise Mismatch(
@@ -170,7 +192,7 @@ def open_checkpoint(source: From) -> Opened:
     stream = OrbaxSource(contents, arrays, parameters_only=source.parameters_only)
     check_scalars(stream.scalars)
     return Opened(
-        stream,
+        merged(stream, adapter, path, config.model) if config else stream,
         files,
         contents.layout,
         config,

@@ -6,12 +6,12 @@ from pathlib import Path
 from linen_compat.formats._orbax.inspect import existing_folder, inspect
 from linen_compat.formats._run_files import RUN_CONFIG, check_checksum
 from linen_compat.formats._streams import Mismatch
-from linen_compat.formats.huggingface._architectures import CONFIG_FILE
+from linen_compat.formats.huggingface._architecture import CONFIG_FILE
 from linen_compat.formats.huggingface._stream import folder_config, is_huggingface
 from linen_compat.formats.huggingface.config import config_from_huggingface
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab._files import place
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
@@ -20,7 +20,7 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
     A `config.json` does not say the attention scale of an Orbax checkpoint, so that of `checkpoint`
     is taken where one is given. Raises Mismatch for the config of a run that is damaged.
     """
-    file = local(name)
+    file = place(name)
     if name and file.is_dir():
         file /= CONFIG_FILE
         if not file.is_file():
@@ -45,7 +45,7 @@ def stored_config(checkpoint: str | Path) -> Config | None:
         return folder_config(folder)
     whole = folder.resolve()
     of_step = whole.parent if whole.name.isdecimal() else whole
-    file = (whole.parents[1] if whole.name == "items" else of_step) / RUN_CONFIG
+    file = (whole.parent.parent if whole.name == "items" else of_step) / RUN_CONFIG
     return read_config(str(file)) if file.is_file() else None
 
 

@@ -11,7 +11,7 @@ from linen_compat.checkpoints._named_config import read_config, stored_config
 from linen_compat.checkpoints.loading import load
 from linen_compat.checkpoints.train_state import load_train_state, save_train_state
 from linen_compat.formats import _run_files as runs
-from linen_compat.formats._names import check_names
+from linen_compat.formats._names import ORBAX, check_names, check_one_kind
 from linen_compat.formats._new_folder import new_folder
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
@@ -20,7 +20,7 @@ from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
 from linen_compat.maxtext.config import config_from_yaml, mesh_from_yaml
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.lab._files import local, read_regular, write_text
+from nnx_pipeline.lab._files import place, read_regular
 from nnx_pipeline.lab.errors import unparsed
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train._saved import Origin, SavedRun
@@ -45,19 +45,20 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it 
 def check_savable(config: Config) -> None:
     """Raises InputError unless `save_step` has a name for every parameter of a model."""
     check_names(config.model)
+    check_one_kind(config.model, ORBAX)
 
 
 def begin(folder: str | Path, config: Config, origin: Origin) -> None:
     """Writes what a `claimed` run has beside its steps; where it has steps, its origin stays."""
-    run = local(folder)
-    write_text(str(run / RUN_CONFIG), with_checksum(dataclasses.asdict(config)))
+    run = place(folder)
+    runs.write(run / RUN_CONFIG, with_checksum(dataclasses.asdict(config)))
     if not runs.has_steps(run):  # it is locked, and so cannot be replaced as a whole
         (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
 
 
 def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
     """Saves a training state, in the format `nnx`, as a new step of a run."""
-    run = Path(folder)
+    run = place(folder)
     runs.check_claim(run)
     if (_config(run), _origin(run)) != (config, origin):
         raise Mismatch(
@@ -71,7 +72,7 @@ def save_step(state: TrainState, folder: str | Path, config: Config, origin: Ori
 
 def saved_run(folder: str | Path) -> SavedRun | None:
     """The run that `save_step` has saved in a folder; None where there is no saved step of one."""
-    run = local(folder)
+    run = place(folder)
     if not str(folder) or not runs.has_steps(run):
         return None
     return SavedRun(find_items(run, resuming=True).parent, _config(run), _origin(run))

@@ -96,6 +96,12 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
         _einsum("bsd,dhk->bhsk", x, weight(f"self_attention/{name}/kernel"))
         for name in ("query", "key", "value")
     )
+    if config.attention_bias:
+        query, key, value = (
+            one + weight(f"self_attention/{name}/bias")[:, None]
+            for one, name in ((query, "query"), (key, "key"), (value, "value"))
+        )
+        query = query * np.float32(config.head_dim**-0.5)
     if config.qk_norm:
         query = _norm(query, weight("self_attention/query_norm/scale"), config)
         query = query * np.float32(config.head_dim**-0.5)

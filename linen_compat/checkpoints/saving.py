@@ -6,6 +6,7 @@ import numpy as np
 
 from linen_compat.formats._arguments import check_folder, check_savable_model
 from linen_compat.formats._in_memory import ModelSource
+from linen_compat.formats._names import ORBAX, check_one_kind
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
 from linen_compat.formats._orbax.stream import OrbaxDestination
@@ -34,7 +35,7 @@ def save(
       Orbax checkpoints: the folder itself is what Orbax restores, and for MaxText's own arrangement
       of folders give `<run>/<step>/items`. Or `huggingface`, which `transformers` loads.
     - `stages`, `repeats`: how the layers are stacked, for `maxtext:pipelined` and `nnx` only; by
-      default as in the model.
+      default as in the model, or on one stage if `pipeline.stage_layers` leaves places empty.
     - `step`: the step to store; None stores none, and a Hugging Face folder has no place for one.
 
     Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
@@ -44,10 +45,8 @@ def save(
     With latent attention nothing changes, because the config says the factor on scores.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
-    processes, when MaxText or transformers has no such model, or when a Hugging Face folder takes
-    more bytes than are free; and OSError, naming `checkpoint`, when the disk is full. Nothing is
-    left behind then. Warns (`nnx_pipeline.lab.errors.Note`) where another format, which is
-    compressed, may take more bytes than are free.
+    processes, when MaxText or transformers has no such model, or when it takes more bytes than are
+    free; and OSError, naming `checkpoint`, when the disk is full. Nothing is left behind then.
     """
     check_savable_model(model)
     check_folder(checkpoint)
@@ -70,11 +69,13 @@ def save(
 
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> TreeLayout:
     """The layout of a model's layers in an Orbax format, by default stacked as in the model."""
+    check_one_kind(model.config.model, ORBAX)
     if format != NNX:
         check_maxtext(model.config.model)
     layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
     sizes = (1, 1)
-    if format in (PIPELINED, NNX):
+    # Places without a layer are stored nowhere, nor which stage has how many.
+    if format in (PIPELINED, NNX) and not model.pipeline.runner.stack.padding:
         sizes = model.pipeline.num_stages, model.pipeline.config.num_repeats
     stages, repeats = (
         default if number is None else number
@@ -86,5 +87,5 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
     """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
     check_scalars(source.scalars)  # so that the checkpoint can be read again
-    with new_folder(checkpoint, Room(nbytes_of(source), compressed=True)) as folder:
+    with new_folder(checkpoint, Room(nbytes_of(source), by_tensorstore=True)) as folder:
         copy(source, OrbaxDestination(source, folder, layout), allow_nan=True)

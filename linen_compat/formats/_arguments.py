@@ -35,10 +35,10 @@ def check_to_load(checkpoint: object, config: object, mesh: object) -> None:
         of_type("mesh", mesh, Mesh)
 
 
-def check_folder(checkpoint: object) -> None:
+def check_folder(checkpoint: object, name: str = "checkpoint") -> None:
     if not isinstance(checkpoint, str | os.PathLike):
         kind = type(checkpoint).__name__
-        raise InputError(f"checkpoint is of type {kind}; give the name of a folder")
+        raise InputError(f"{name} is of type {kind}; give the name of a folder")
 
 
 def check_savable_model(model: object) -> None:

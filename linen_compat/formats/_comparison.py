@@ -5,16 +5,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats import _names as naming
-from linen_compat.formats._in_memory import model_arrays
-from linen_compat.formats._names import OUTSIDE, QK_NORMS, Names
+from linen_compat.formats._names import ORBAX, OUTSIDE, QK_NORMS, Names, check_one_kind
 from linen_compat.formats._orbax import layouts
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
 from linen_compat.formats._orbax.layouts import NNX, PIPELINED, slashed
-from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, Mismatch
+from linen_compat.formats._shapes import model_arrays
+from linen_compat.formats._streams import (
+    GUARD,
+    MOMENTS,
+    PARAMETERS,
+    ArraySpec,
+    Mismatch,
+    is_float,
+)
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import InputError
 from nnx_pipeline.config.model import ModelConfig
@@ -98,6 +104,7 @@ def first_of(problems: list[str]) -> str:
 
 def compare_leaves(contents: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with a model; the attention scales may differ."""
+    check_one_kind(config, ORBAX)
     return _compare(contents, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
 
@@ -156,7 +163,8 @@ def layer_names(contents: Inspection) -> tuple[Names, ...]:
     of_qwen3 = tuple(names.linen for names in naming.EXPERTS_OF_QWEN3)
     routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in naming.EXPERTS))
     scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
-    return naming.of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
+    layer = naming.of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
+    return (*layer, *(names for names in naming.OPTIONAL if has(names.linen, slashed(names.nnx))))
 
 
 def _latent_paths(contents: Inspection) -> set[str]:
@@ -174,8 +182,8 @@ def _compare(
     """`layers` has the number of layers of the model, and of those before the pipeline."""
     result = Comparison(ignored=[leaf.stored for leaf in contents.ignored.values()])
     result.extra.extend(leaf.stored for leaf in contents.unknown.values())
-    for leaf in contents.scalars.values():
-        result.add(leaf.stored, leaf.spec, (), None)
+    for name, leaf in contents.scalars.items():
+        result.add(leaf.stored, leaf.spec, leaf.shape if name in GUARD else (), None)
     layout, (num_layers, dense) = contents.layout, layers
     if layout.format in (layouts.UNSCANNED, layouts.SCANNED):
         layout = dataclasses.replace(layout, num_layers=num_layers, num_dense_layers=dense)
@@ -212,7 +220,7 @@ def _compare_part(
         if (leaf := leaves.get(name)) is None:
             result.missing.append(prefix + name)
             continue
-        if not jnp.issubdtype(leaf.spec.dtype, jnp.floating):
+        if not is_float(leaf.spec.dtype):
             result.notes.append(
                 f"{leaf.stored} is {leaf.dtype}, but weights must be floating-point"
             )

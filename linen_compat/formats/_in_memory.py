@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -17,34 +16,37 @@ from jaxtyping import PyTree
 
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._names import EARLY, check_names
-from linen_compat.formats._streams import PARAMETERS, ArraySpec
-from nnx_pipeline import Config, InputError, MeshConfig, Mixtral, ModelConfig, PipelineConfig
+from linen_compat.formats._streams import PARAMETERS, ArraySpec, SourceOfParts
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
+from nnx_pipeline.config._stage_layers import AUTO, fits
 from nnx_pipeline.lab.errors import counted, note
 from nnx_pipeline.lab.mesh import AXES
+from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.sharding.layout import variable_shardings
 
 Tree = TypeVar("Tree")
 LAYERS = "pipeline.layers."
 
 
-@functools.lru_cache(maxsize=16)
-def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
-    """Shape and dtype of each parameter by NNX path, those of the layers as in one layer.
-
-    Cached: for a small checkpoint, tracing takes longer than all the rest of a comparison.
-    """
-    check_names(config)
-    plain = Config(model=config, pipeline=PipelineConfig())
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
-    return MappingProxyType(_as_in_one_layer(parameter_paths(model)))
-
-
-def _as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
+def as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
     return {
-        path.removeprefix(LAYERS): ArraySpec(leaf.shape[stack_axes(path) :], np.dtype(leaf.dtype))
+        in_layer(path): ArraySpec(leaf.shape[stack_axes(path) :], np.dtype(leaf.dtype))
         for path, leaf in leaves.items()
     }
+
+
+_OF_KIND = re.compile(rf"{re.escape(LAYERS)}(?:(\d+)\.)?")
+
+
+def in_layer(path: str) -> str:
+    """A path without what says in which stack of layers it is."""
+    return _OF_KIND.sub("", path, count=1)
+
+
+def kind_of(path: str) -> int:
+    """The number of the stack, where there are several kinds of layers that take turns."""
+    found = _OF_KIND.match(path)
+    return int(found[1] or 0) if found else 0
 
 
 def stack_axes(path: str) -> int:
@@ -73,35 +75,49 @@ class ModelSource:
         self.num_layers = model.config.model.num_layers
         self.num_dense_layers = model.config.model.num_dense_layers
         self.parts, self.scalars = tuple(trees), scalars
+        self._stack = model.pipeline.runner.stack
         self._arrays = {part: parameter_paths(tree) for part, tree in trees.items()}
         self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most
-        self.arrays = _as_in_one_layer(self._arrays[PARAMETERS])
+        self.arrays = as_in_one_layer(self._arrays[PARAMETERS])
         self.attention_scale = streams.scale_in_arrays(
             self.arrays, model.config.model.attention_scale
         )
 
     def order(self, path: str) -> Sequence[int]:
         dense = self.num_dense_layers
-        return range(dense if path.startswith(EARLY) else self.num_layers - dense)
+        layers = range(dense if path.startswith(EARLY) else self.num_layers - dense)
+        return sorted(layers, key=lambda layer: layer % self._stack.kinds)  # stack after stack
 
     def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
         arrays = self._arrays[part]
-        return np.dtype(arrays[path if path in arrays else LAYERS + path].dtype)
+        return np.dtype(arrays[path if path in arrays else self._in_stack(path, 0)].dtype)
+
+    def hold(self, name: str) -> None: ...
+
+    def release(self, name: str) -> None: ...
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         return streams.array_title(path, layer, part)
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
-        full = path if layer is None or path.startswith(EARLY) else LAYERS + path
+        outside = layer is None or path.startswith(EARLY)
+        full = path if layer is None or outside else self._in_stack(path, layer)
         # Layers of one array are read in turn, so the array stays here for the next of them.
         if (part, full) not in self._gathered:
             self._gathered.clear()  # before the next one takes memory
             self._gathered[part, full] = _on_host(self._arrays[part][full], full)
         array = self._gathered[part, full]
-        # Row-major order of repeats, stages and layers per stage is the order of the layers.
-        return (
-            array if layer is None else array.reshape(-1, *array.shape[stack_axes(full) :])[layer]
-        )
+        if layer is None:
+            return array
+        at = layer if outside else int(self._stack.places[layer])
+        of_layer: np.ndarray = array.reshape(-1, *array.shape[stack_axes(full) :])[at]
+        return of_layer
+
+    def _in_stack(self, path: str, layer: int) -> str:
+        """The full path of what holds a layer of the pipeline."""
+        kinds = self._stack.kinds
+        kind = f"{layer % kinds}." if kinds > 1 else ""
+        return f"{LAYERS}{kind}{path}"
 
 
 def _on_host(array: jax.Array, path: str) -> np.ndarray:
@@ -114,26 +130,17 @@ def _on_host(array: jax.Array, path: str) -> np.ndarray:
     return np.asarray(array)
 
 
-class SourceOfParts(streams.LayerSource, Protocol):
-    """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
-
-    def read(
-        self, path: str, layer: int | None, part: str = PARAMETERS, index: tuple[slice, ...] = ()
-    ) -> np.ndarray: ...
-
-    def close(self) -> None: ...
-
-
 def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
     """The model of a config with the parameters of a source that was compared with it."""
     mesh = mesh or mesh_in_use()
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         model: Mixtral = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        stack = model.pipeline.runner.stack
         if mesh is not None:
-            return fill(model, variable_shardings(model, model.layout, mesh), source)
+            return fill(model, variable_shardings(model, model.layout, mesh), source, stack)
         device = SingleDeviceSharding(jax.devices()[0])
-        return fill(model, jax.tree.map(lambda _: device, model), source)
+        return fill(model, jax.tree.map(lambda _: device, model), source, stack)
 
 
 def mesh_in_use() -> Mesh | None:
@@ -145,15 +152,18 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     """The config, with its pipeline adapted so that this mesh can hold the weights.
 
     `num_repeats` becomes the largest number up to it that divides the layers of a stage, unless
-    `pad_layers` is set. So the mesh decides how layers are stacked, and never a checkpoint.
+    `stage_layers` is set; a list that is for another mesh becomes `auto`. So the mesh decides how
+    layers are stacked, and never a checkpoint.
     """
     sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
     pipeline = config.pipeline
     # Layers that do not divide into stages at all are refused below, by the rules of the weights.
     per_stage = max(1, config.model.num_pipeline_layers // sizes.stage)
-    if not pipeline.pad_layers:
+    if pipeline.stage_layers is None:
         fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
         pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
+    elif not fits(pipeline.stage_layers, sizes.stage, pipeline.num_repeats):
+        pipeline = dataclasses.replace(pipeline, stage_layers=AUTO)
     config = dataclasses.replace(config, pipeline=pipeline)
     for divisor, size, rule in config.weight_rules(sizes):
         if size % divisor:
@@ -163,10 +173,12 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     return config
 
 
-def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
+def fill(
+    tree: Tree, shardings: PyTree, source: SourceOfParts, stack: Stack, part: str = PARAMETERS
+) -> Tree:
     """A copy of a tree of abstract arrays, with arrays of a part of a source in their places."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    reader = _Part(source, part)
+    reader = _Part(source, part, stack)
     arrays = [
         _read_array(dotted_path(path), leaf, target, reader)
         for (path, leaf), target in zip(leaves, jax.tree.leaves(shardings), strict=True)
@@ -184,6 +196,7 @@ def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAM
 class _Part:
     source: SourceOfParts
     name: str
+    stack: Stack  # of the layers of the pipeline
     strange: list[str] = field(default_factory=list)  # arrays that are not finite
 
     def read(self, path: str, layer: int | None, cut: tuple[slice, ...]) -> np.ndarray:
@@ -225,17 +238,19 @@ def _read_shard(
         return part.read(path, None, cut).astype(leaf.dtype, copy=False)
     result = np.empty([len(span) for span in ranges], leaf.dtype)
     flat = result.reshape(-1, *result.shape[stack:])
-    # From the number of each layer in this shard to its place in the flattened stack, whose axes
-    # `[repeats, stages, layers per stage]` have the layers in row-major order.
+    # From each place in the flattened stack `[repeats, stages, layers per stage]` to that in this
+    # shard.
     places = itertools.product(*ranges[:stack])
-    layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
-    inner = path.removeprefix(LAYERS)
-    order = part.source.order(inner)
-    for layer in order:  # in which each stored array is read once
-        if layer in layers:
-            flat[layers[layer]] = part.read(inner, layer, cut)
-    # Padding computes what nobody reads, on the numbers of the last layer.
-    padding = [at for layer, at in layers.items() if layer >= len(order)]
-    if padding:
-        flat[padding] = part.read(inner, len(order) - 1, cut)
+    here = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
+    inner = in_layer(path)
+    in_pipeline = path.startswith(LAYERS)
+    kinds = part.stack.kinds if in_pipeline else 1
+    # In the order in which each stored array is read once.
+    layers = [one for one in part.source.order(inner) if one % kinds == kind_of(path)]
+    for layer in layers:
+        place = int(part.stack.places[layer]) if in_pipeline else layer
+        if place in here:
+            flat[here.pop(place)] = part.read(inner, layer, cut)
+    if here:  # padding computes what nobody reads, on the numbers of the last layer
+        flat[[*here.values()]] = part.read(inner, max(layers), cut)
     return result

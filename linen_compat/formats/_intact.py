@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from linen_compat.formats._streams import Mismatch
-from nnx_pipeline.lab._files import read_regular
+from nnx_pipeline.lab._files import place, read_regular
+from nnx_pipeline.lab._files.stores import StorePath
 
 FILE = "nnx-pipeline-checksums.json"
-_BLOCK_BYTES = 2**20
+_BLOCK_BYTES, _PART_BYTES = 2**20, 2**25  # of a file, and of an object, which is a request
 Json = dict[str, Any]  # an object of JSON, or of YAML
 
 
@@ -28,11 +29,19 @@ def of_bytes(content: bytes | memoryview) -> str:
 def of_part(file: Path, begin: int, end: int) -> str:
     """The CRC-32 of the bytes `begin` to `end` of a file, without that at `end`, block by block."""
     checksum = 0
+    block = _PART_BYTES if isinstance(file, StorePath) else _BLOCK_BYTES
+    for at in range(begin, end, block):
+        checksum = zlib.crc32(read_part(file, at, min(at + block, end)), checksum)
+    return f"{checksum:08x}"
+
+
+def read_part(file: Path, begin: int, end: int) -> bytes:
+    """The bytes `begin` to `end` of a file, without that at `end`."""
+    if isinstance(file, StorePath):
+        return file.read_part(begin, end)
     with open(file, "rb") as stream:
         stream.seek(begin)
-        for at in range(begin, end, _BLOCK_BYTES):
-            checksum = zlib.crc32(stream.read(min(_BLOCK_BYTES, end - at)), checksum)
-    return f"{checksum:08x}"
+        return stream.read(end - begin)
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str]) -> None:
@@ -82,24 +91,35 @@ class Unchanged:
     """
 
     def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
-        paths = Path(folder).glob("**/*") if files is None else files
-        self._stamps = {path: _stamp(path) for path in paths if path.is_file()}
+        self._folder, self._files = place(folder), files if files is None else [*files]
+        self._stamps = self._now()
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Mismatch | OSError):
             return
+        now = self._now()
         for path, stamp in self._stamps.items():
-            if _stamp(path) != stamp:
+            if now.get(path) != stamp:
                 raise Mismatch(
                     f"{path} changed while it was read; read it again when nothing writes to it, "
                     "or read a copy"
                 ) from error
 
+    def _now(self) -> Mapping[Path, object]:
+        if isinstance(self._folder, StorePath) and self._files is None:
+            found = self._folder.below()
+            return {path: found[path] for path in found}
+        paths = self._folder.glob("**/*") if self._files is None else self._files
+        stamps = {path: _stamp(path) for path in paths if path.is_file()}
+        return {path: stamp for path, stamp in stamps.items() if stamp}
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Size, time of change and inode of a file; None without a file."""
+
+def _stamp(path: Path) -> tuple[object, ...] | None:
+    """Size, time of change and inode of a file, or what a store says; None without a file."""
+    if isinstance(path, StorePath):
+        return path.stamp()
     with contextlib.suppress(OSError):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino

@@ -30,6 +30,7 @@ class Names:
         return self.nnx.startswith(EARLY)
 
 
+ORBAX = "an Orbax checkpoint"
 EARLY = "dense_layers."  # the beginning of the NNX paths of layers before the pipeline
 _ROUTED, _SHARED = "DeepSeekMoeBlock_0/MoeBlock_0", "DeepSeekMoeBlock_0/shared_experts"
 _HF_SHARED = "mlp.shared_experts"
@@ -47,6 +48,13 @@ ATTENTION = (
     Names("attention.value", "self_attention/value/kernel", "self_attn.v_proj.weight"),
     Names("attention.out", "self_attention/out/kernel", "self_attn.o_proj.weight"),
 )
+BIASES = (
+    Names("attention.query_bias", "self_attention/query/bias", "self_attn.q_proj.bias"),
+    Names("attention.key_bias", "self_attention/key/bias", "self_attn.k_proj.bias"),
+    Names("attention.value_bias", "self_attention/value/bias", "self_attn.v_proj.bias"),
+    Names("attention.out_bias", "self_attention/out/bias", "self_attn.o_proj.bias"),
+)
+SINKS = Names("attention.sinks", "self_attention/sinks", "self_attn.sinks")
 QK_NORMS = (
     Names(
         "attention.query_norm.scale", "self_attention/query_norm/scale", "self_attn.q_norm.weight"
@@ -61,6 +69,16 @@ NORMS = (
         "post_attention_layernorm.weight",
     ),
 )
+POST_NORMS = (
+    Names(
+        "attention_post_norm.scale",
+        "post_self_attention_norm/scale",
+        "post_attention_layernorm.weight",
+    ),
+    Names(
+        "feed_forward_post_norm.scale", "post_ffw_norm/scale", "post_feedforward_layernorm.weight"
+    ),
+)
 EXPERTS = (
     Names("feed_forward.router", "MoeBlock_0/gate/kernel", "block_sparse_moe.gate.weight"),
     Names("feed_forward.gate", "MoeBlock_0/wi_0", "block_sparse_moe.experts.<expert>.w1.weight"),
@@ -72,6 +90,13 @@ EXPERTS_OF_QWEN3 = (
     Names("feed_forward.gate", "moe_block/wi_0", "mlp.experts.<expert>.gate_proj.weight"),
     Names("feed_forward.up", "moe_block/wi_1", "mlp.experts.<expert>.up_proj.weight"),
     Names("feed_forward.down", "moe_block/wo", "mlp.experts.<expert>.down_proj.weight"),
+)
+# Biases of routers and experts, of layers that have them.
+EXPERT_BIASES = (
+    Names("feed_forward.router_logits_bias", "MoeBlock_0/gate/bias", "mlp.router.bias"),
+    Names("feed_forward.gate_bias", "MoeBlock_0/wi_0_bias", "mlp.experts.gate_up_proj_bias"),
+    Names("feed_forward.up_bias", "MoeBlock_0/wi_1_bias", "mlp.experts.gate_up_proj_bias"),
+    Names("feed_forward.down_bias", "MoeBlock_0/wo_bias", "mlp.experts.down_proj_bias"),
 )
 MLP = (
     Names("feed_forward.gate", "mlp/wi_0/kernel", "mlp.gate_proj.weight"),
@@ -104,6 +129,7 @@ EXPERTS_OF_DEEPSEEK = (
     Names("feed_forward.shared.up", f"{_SHARED}/wi_1/kernel", f"{_HF_SHARED}.up_proj.weight"),
     Names("feed_forward.shared.down", f"{_SHARED}/wo/kernel", f"{_HF_SHARED}.down_proj.weight"),
 )
+OPTIONAL = (*BIASES, SINKS, *POST_NORMS)  # what layers of any kind may have besides
 ROUTER_BIAS = EXPERTS_OF_DEEPSEEK[1]
 _ROUTED_ALWAYS = (EXPERTS_OF_DEEPSEEK[0], *EXPERTS_OF_DEEPSEEK[2:5])
 KV_DOWN = LATENT_ATTENTION[3]
@@ -115,33 +141,29 @@ def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names
 
 def check_names(model: ModelConfig) -> None:
     """Raises InputError for a model with parameters that have no name in the tables above."""
-    if model.full_attention_every is not None:
+    if model.kv_lora_rank is not None and model.num_experts == 1:
         raise InputError(
-            f"model.full_attention_every={model.full_attention_every} makes layers of several "
-            "kinds that take turns, which have no names in Linen or in a checkpoint; only a model "
-            "with None can be converted"
+            f"model.kv_lora_rank={model.kv_lora_rank} with num_experts=1 has no names in Linen "
+            "or in a checkpoint, where layers with latent attention have experts; set "
+            "num_experts to 2 or more"
         )
-    if model.attention_bias is not None:
+
+
+def is_apart(model: ModelConfig) -> bool:
+    """Whether layers have what MaxText's DeepSeek alone has, and so the names of its groups."""
+    more = model.router_bias or model.num_shared_experts or model.num_dense_layers
+    return model.kv_lora_rank is not None or bool(more)
+
+
+def check_one_kind(model: ModelConfig, where: str) -> None:
+    """Raises InputError for a model whose layers are of several kinds that take turns."""
+    if len(model.of_kinds) > 1:
+        name = "every" if model.full_attention_every is not None else "first"
         raise InputError(
-            f"model.attention_bias={model.attention_bias!r} gives layers parameters that have no "
-            "name in Linen or in a checkpoint; only a model with None can be converted"
+            f"model.full_attention_{name}={getattr(model, f'full_attention_{name}')} makes layers "
+            f"of several kinds that take turns, which have no names in {where}; they have in a "
+            "Hugging Face folder"
         )
-    if model.kv_lora_rank is not None:
-        if model.num_experts == 1:
-            raise InputError(
-                f"model.kv_lora_rank={model.kv_lora_rank} with num_experts=1 has no names in Linen "
-                "or in a checkpoint, where layers with latent attention have experts; set "
-                "num_experts to 2 or more"
-            )
-        return
-    plain = {"router_bias": False, "num_shared_experts": 0, "num_dense_layers": 0}
-    for name, none in plain.items():
-        if getattr(model, name) != none:
-            raise InputError(
-                f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "
-                "in Linen or in a checkpoint without latent attention (kv_lora_rank); only a model "
-                f"with {none!r} can be converted"
-            )
 
 
 def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
@@ -154,9 +176,14 @@ def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
 def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
     """The parameters of layers with latent attention: of those with experts, then dense ones."""
     attention = LATENT_ATTENTION if LATENT_ATTENTION[0].nnx in paths else PLAIN_QUERY
+    return _in_groups((*NORMS, *attention), paths)
+
+
+def _in_groups(shared: tuple[Names, ...], paths: Container[str]) -> tuple[Names, ...]:
+    """The parameters of layers with experts, then dense ones; `shared` are those that both have."""
     named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
-    routed = _grouped((*NORMS, *attention, *named), "moe_layers")
-    dense = _grouped((*NORMS, *attention, *MLP), "dense_layers", EARLY)
+    routed = _grouped((*shared, *named), "moe_layers")
+    dense = _grouped((*shared, *MLP), "dense_layers", EARLY)
     return (*routed, *(dense if any(entry.nnx in paths for entry in dense) else ()))
 
 
@@ -165,13 +192,27 @@ def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...
     outside = tuple(names for names in OUTSIDE if names.nnx in paths)  # no head: it is tied
     if KV_DOWN.nnx in paths:
         return outside, of_deepseek(paths)
-    experts = 2 if EXPERTS[0].nnx in paths else 1
-    return outside, of_layer(experts, qk_norm=QK_NORMS[0].nnx in paths)
+    shared = (*NORMS, *ATTENTION, *OPTIONAL, *QK_NORMS)
+    attention = tuple(names for names in shared if names.nnx in paths)
+    if any(names.nnx in paths for names in _APART):
+        return outside, _in_groups(attention, paths)
+    experts: tuple[Names, ...] = MLP
+    if EXPERTS[0].nnx in paths:
+        experts = EXPERTS_OF_QWEN3 if QK_NORMS[0].nnx in paths else EXPERTS
+    biases = tuple(names for names in EXPERT_BIASES if names.nnx in paths)
+    return outside, (*attention, *experts, *biases)
 
 
+# What layers have that MaxText calls `moe_layers`, as DeepSeek's, rather than `layers`.
+_APART = (
+    ROUTER_BIAS,
+    EXPERTS_OF_DEEPSEEK[5],
+    dataclasses.replace(NORMS[0], nnx=EARLY + NORMS[0].nnx),
+)
 # Each parameter of a layer of any model, with the group of layers that it can be in.
+_ATTENTION = (*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *ATTENTION[1:3], *OPTIONAL, *QK_NORMS)
 OF_DEEPSEEK = (
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *EXPERTS_OF_DEEPSEEK), "moe_layers"),
     *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *MLP), "dense_layers", EARLY),
 )
-ALL_OF_LAYERS = (*(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP), *OF_DEEPSEEK)
+ALL_OF_LAYERS = (*_ATTENTION, *EXPERTS, *EXPERT_BIASES, *EXPERTS_OF_QWEN3, *MLP, *OF_DEEPSEEK)

@@ -8,26 +8,32 @@ import glob
 import os
 import secrets
 import shutil
+import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from linen_compat.formats import _store_folder as stores
+from linen_compat.formats._store_folder import MARK as _MARK
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._files import local
-from nnx_pipeline.lab.errors import note
+from nnx_pipeline.lab._files import place
+from nnx_pipeline.lab._files.stores import StorePath
 
-_MARK = ".nnx-pipeline-is-writing"
 INCOMPLETE = ".incomplete"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of the arrays of a new folder, and whether it takes fewer, by an unknown number."""
+    """Bytes of the arrays of a new folder.
+
+    - `by_tensorstore`: whether TensorStore writes them, which it can in a store too.
+    """
 
     nbytes: int
-    compressed: bool
+    by_tensorstore: bool
 
 
 @contextlib.contextmanager
@@ -37,17 +43,50 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
     Until then the folder stands beside the destination under another name. It contains a mark, a
     file that this process keeps locked. On an error the folder is deleted. A folder that a killed
     process left behind has a mark that nobody locks: the next attempt at the same destination
-    deletes it.
+    deletes it. In a store the folder is filled where it is (see `_store_folder`), or if it is not
+    TensorStore's, in the folder for temporary files of this machine, and then copied.
 
     Raises InputError unless the destination is free and has the room, FileExistsError when another
     writer took the name in the meantime, and an OSError that names it when the disk is full.
     """
     check_free(destination)
     final = _resolved(destination)
+    if isinstance(final, StorePath):
+        with _in_store(final, room) as folder:
+            yield folder
+        return
     if room is not None:
         _check_room(room, destination, next(folder for folder in final.parents if folder.exists()))
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
+    with _temporary(final, made, destination) as temporary:
+        yield temporary
+        (temporary / _MARK).unlink()  # the complete folder has no mark
+        _rename(temporary, final)
+
+
+@contextlib.contextmanager
+def _in_store(final: StorePath, room: Room | None) -> Iterator[Path]:
+    """The same in a store; what this machine is filled with first is gone in the end."""
+    if room is None or room.by_tensorstore:
+        with stores.claimed_folder(final) as claim:
+            yield final
+            stores.commit(claim, None)
+        return
+    parent = Path(tempfile.gettempdir())
+    _check_room(
+        room, f"{final}, which is made in the folder for temporary files (TMPDIR) first,", parent
+    )
+    here = parent / f"linen-compat-{zlib.crc32(str(final).encode()):08x}"
+    with _temporary(here, [], final) as temporary, stores.claimed_folder(final) as claim:
+        yield temporary
+        stores.commit(claim, temporary)
+    _remove(temporary, [])
+
+
+@contextlib.contextmanager
+def _temporary(final: Path, made: list[Path], destination: str | Path) -> Iterator[Path]:
+    """A folder beside `final`, with a mark; on an error it and the `made` parents are deleted."""
     _clear(final.parent, f"{glob.escape(_short(final))}.*{INCOMPLETE}")
     temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{INCOMPLETE}")
     undo = functools.partial(_remove, temporary, made)
@@ -56,8 +95,6 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
             _make(temporary, destination)
             with _marked(temporary):
                 yield temporary
-                (temporary / _MARK).unlink()  # the complete folder has no mark
-                _rename(temporary, final)
         except BaseException as error:
             undo()
             full = _full(error)
@@ -76,11 +113,10 @@ def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
     free = blocks * stats.f_frsize
     if not stats.f_blocks or room.nbytes <= free:
         return
-    needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
-    lack = f"{needed}, and {parent} has {free:,} bytes free"
-    if not room.compressed:
-        raise InputError(f"{lack}; free some space there, or choose another folder")
-    note(f"{lack}; it may be too large even when it is compressed")
+    raise InputError(
+        f"{destination} takes {room.nbytes:,} bytes, and {parent} has {free:,} bytes free; "
+        "free some space there, or choose another folder"
+    )
 
 
 def _full(error: BaseException) -> str | None:
@@ -110,6 +146,9 @@ def check_free(destination: str | Path) -> None:
     if not str(destination):
         raise InputError("the destination's name is empty; give the name of a new folder")
     final = _resolved(destination)
+    if isinstance(final, StorePath):
+        stores.check_free(final)
+        return
     above = next((parent for parent in final.parents if os.path.lexists(parent)), final)
     if not above.is_dir():
         raise InputError(
@@ -129,7 +168,9 @@ def check_free(destination: str | Path) -> None:
 def _resolved(destination: str | Path) -> Path:
     """The absolute path that a name leads to; folders on the way need not exist."""
     # `..` is resolved as the system does it, after symbolic links; a link in the last place stays.
-    path = local(destination).absolute()
+    path = place(destination).absolute()
+    if isinstance(path, StorePath):
+        return path
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
     return Path(os.path.realpath(path.parent)) / path.name

@@ -11,16 +11,41 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
 
 from nnx_pipeline import InputError
+from nnx_pipeline.lab._files.stores import StorePath
 
 _LINKS: dict[str, str] = {}  # from each link to the folder that it stands for
 
 
+_INDEX = "cache_pool#ocdbt"  # what TensorStore keeps of the indices of databases in stores
+# It tries again for about a minute what a store did not answer.
+_OF_STORES = {
+    _INDEX: {"total_bytes_limit": 64 * 2**20},
+    **{f"{driver}_request_retries": {"max_retries": 6} for driver in ("gcs", "s3")},
+}
+
+
 def in_folder(folder: Path, inside: str = "") -> dict[str, str]:
     """TensorStore's key-value store of the files of a folder whose names begin with `inside`."""
+    if isinstance(folder, StorePath):
+        return folder.kvstore(inside)
     real = os.path.realpath(folder)
     return {"driver": "file", "path": f"{real if _is_plain(real) else _link(real)}/{inside}"}
+
+
+def database(folder: Path, inside: str = "") -> dict[str, Any]:
+    """TensorStore's OCDBT database in a folder; a store is not asked again for its index."""
+    kept = {"cache_pool": _INDEX} if isinstance(folder, StorePath) else {}
+    return {"driver": "ocdbt", "base": in_folder(folder), "path": inside, **kept}
+
+
+def new_context(parent: ts.Context | None = None, **own: object) -> ts.Context:
+    """A context of TensorStore, with what a parent keeps of the indices of databases."""
+    return ts.Context({**_OF_STORES, **own}) if parent is None else ts.Context(own, parent)
 
 
 def with_real_paths(message: str) -> str:

@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from linen_compat.formats._streams import MOMENTS, PARAMETERS, Mismatch
-from nnx_pipeline.train.loop import MOST_WEIGHT
+from linen_compat.formats._streams import COPIES, MOMENTS, PARAMETERS, SCALARS, Mismatch
+from nnx_pipeline.train._saved import MOST_WEIGHT
 
 TIMES_MIDDLE = 1e4  # the most that a weight may be, in medians of the array
-LARGEST = {PARAMETERS: MOST_WEIGHT, MOMENTS[0]: 1e6, MOMENTS[1]: 1e12}  # the last are squares
+LARGEST = {
+    **{PARAMETERS: MOST_WEIGHT, COPIES[0]: MOST_WEIGHT},
+    **{MOMENTS[0]: 1e6, COPIES[1]: 1e6, MOMENTS[1]: 1e12},  # the last are squares
+}
 LONGEST_RUN = 64  # this many consecutive exact zeros mean a lost block
 _BLOCK = 2**20
 _SAMPLE = 2**16
@@ -23,6 +26,11 @@ _TITLES = {
     "step": "the step",
     "count": "the count of Adam",
     "schedule_count": "the count of the learning rate",
+    "skipped": "the number of skipped steps",
+    "skipped_in_a_row": "the number of steps skipped in a row",
+    "spike_seen": "the number of steps that spikes are compared with",
+    "mini_step": "the number of accumulated steps",
+    "gradient_step": "the number of accumulations",
 }
 _CURE = (
     "take another checkpoint, or its parameters alone (linen_compat.load, or linen-compat convert "
@@ -118,15 +126,25 @@ def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
                 f"to {LARGEST_STEP}; {'take another checkpoint' if name == 'step' else _CURE}"
             )
     step, count, schedule = (
-        None if scalars.get(name) is None else int(scalars[name]) for name in _TITLES
+        None if scalars.get(name) is None else int(scalars[name]) for name in SCALARS
     )
+    skipped = int(scalars.get("skipped", 0))
     if None not in (count, schedule) and count != schedule:
         return (
             f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate, but "
             f"here both have the same count; {_CURE}"
         )
-    if None not in (step, count) and step != count:
-        return f"the step is {step} and Adam's count is {count}, but they must be equal; {_CURE}"
+    if (several := scalars.get("gradient_step")) is not None and count != int(several):
+        return (
+            f"the optimizer counts {count} steps of Adam and {several} accumulations before them, "
+            f"but they must be equal; {_CURE}"
+        )
+    done = None if step is None else step - skipped - int(scalars.get("mini_step", 0))
+    if several is not None and done is not None and count is not None and done < count:
+        return f"the step is {step} and Adam's count is {count}, which is more; {_CURE}"
+    if several is None and None not in (step, count) and done != count:
+        rule = f"must differ by the {skipped} skipped steps" if skipped else "must be equal"
+        return f"the step is {step} and Adam's count is {count}, but they {rule}; {_CURE}"
     return None
 
 

@@ -12,13 +12,16 @@ from pathlib import Path
 import yaml
 
 from linen_compat.formats import _intact as checksums
+from linen_compat.formats import _store_folder as stores
 from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_behind
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._files import MOST_SETTINGS, TEMPORARY, local
+from nnx_pipeline.lab._files import MOST_SETTINGS, TEMPORARY, place, write_text
+from nnx_pipeline.lab._files.stores import StorePath
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
+_CLAIM = ".nnx-pipeline-is-training"  # in a store
 _CHECKSUM = "# crc32 of the lines below: "
 _TRIES = 100  # to lock a file that other processes remove
 _claimed: dict[Path, os.stat_result] = {}  # the files that this process has locked, by their runs
@@ -31,11 +34,28 @@ def is_run(folder: Path) -> bool:
 
 def has_steps(run: Path) -> bool:
     """Whether a folder is a run that has something with the name of a step."""
-    return is_run(run) and _steps(run)
+    return is_run(run) and bool(steps_of(run))
 
 
-def _steps(folder: Path) -> bool:
-    return any(re.fullmatch("[0-9]+", name) for name in os.listdir(folder))
+def steps_of(folder: Path) -> list[Path]:
+    """Everything in a folder that is named like a step, in numerical order.
+
+    In a store a step has its name before it is whole, so the last ones that a killed process of
+    this project has left are left out.
+    """
+    steps = [child for child in folder.iterdir() if re.fullmatch("[0-9]+", child.name)]
+    steps.sort(key=lambda step: int(step.name))
+    while steps and stores.is_left(steps[-1]):
+        steps.pop()
+    return steps
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a whole file or nothing."""
+    if isinstance(file, StorePath):
+        file.write_text(text)
+    else:
+        write_text(str(file), text)
 
 
 def _has_begun(folder: Path) -> bool:
@@ -63,7 +83,9 @@ def with_checksum(values: checksums.Json) -> str:
 
 def check_checksum(file: Path) -> None:
     """Raises Mismatch where the first line is a checksum, and the others have another one."""
-    if not (file.is_file() and file.stat().st_size <= MOST_SETTINGS and os.access(file, os.R_OK)):
+    if not isinstance(file, StorePath) and not (
+        file.is_file() and file.stat().st_size <= MOST_SETTINGS and os.access(file, os.R_OK)
+    ):
         return  # who reads it says so
     first, _, rest = file.read_bytes().partition(b"\n")
     said = first.decode(errors="replace")
@@ -79,11 +101,16 @@ def claimed(run: str | Path) -> Iterator[None]:
     """Keeps the folder of a run to this process, which locks `ORIGIN` until it ends or is killed.
 
     Unfinished folders of killed processes are deleted. If there is no step at the end, the files of
-    the run are deleted, and so are the folders that were made.
+    the run are deleted, and so are the folders that were made. In a store, which has no locks, a
+    later process takes the run over, and the earlier one ends before it saves another step.
     """
-    folder = local(run)
+    folder = place(run)
+    if isinstance(folder, StorePath):
+        with _claimed_in_store(folder):
+            yield
+        return
     try:
-        is_there = is_run(folder) and (_steps(folder) or _has_begun(folder))
+        is_there = is_run(folder) and (steps_of(folder) or _has_begun(folder))
     except PermissionError as error:
         raise InputError(
             f"{folder} may not be read by this user; choose another folder, or change its "
@@ -106,8 +133,36 @@ def claimed(run: str | Path) -> Iterator[None]:
                 undo()
 
 
+@contextlib.contextmanager
+def _claimed_in_store(run: StorePath) -> Iterator[None]:
+    claim, known = stores.Claim(run, _CLAIM), (_CLAIM, RUN_CONFIG, ORIGIN)
+    if not is_run(run) and any(not child.name.startswith(known) for child in run.iterdir()):
+        check_free(run)  # which says that something is there
+    run.require_bucket()
+    undo = functools.partial(_forget_in_store, claim)
+    with cleared_away(undo), claim.taken():
+        try:
+            for step in run.iterdir():
+                if step.name.isdecimal() and stores.is_left(step):
+                    stores.remove(step)
+            yield
+        finally:
+            undo()
+
+
+def _forget_in_store(claim: stores.Claim) -> None:
+    """Deletes the claim, and the files of a run without steps, unless another process has it."""
+    run = claim.folder
+    with contextlib.suppress(Exception):  # the store may be out of reach
+        if claim.file.is_file():
+            for name in () if steps_of(run) else (RUN_CONFIG, ORIGIN):
+                (run / name).unlink(missing_ok=True)
+            claim.file.unlink(missing_ok=True)
+
+
 def check_claim(run: Path) -> None:
     """Raises Mismatch where another folder has replaced a run that this process has claimed."""
+    stores.check_claim(run)
     lock = _claimed.get(run.absolute())
     if lock is not None and not _is_at(lock, run):
         raise Mismatch(
@@ -165,7 +220,7 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
 def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
     """Deletes the files of a run without steps, and then the `made` folders if they are empty."""
     with contextlib.suppress(OSError):
-        if _is_at(lock, folder) and not _steps(folder):  # the file may be in another folder now
+        if _is_at(lock, folder) and not steps_of(folder):  # the file may be in another folder now
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
             for path in made:

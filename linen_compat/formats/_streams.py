@@ -1,22 +1,32 @@
 """How weights pass from one format to another: layer by layer, never a whole model in memory."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from linen_compat.formats._names import EARLY, KV_DOWN, PATHS_OUTSIDE, QK_NORMS
+from linen_compat.formats._parallel import Memory, in_order
 from nnx_pipeline import InputError
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
 PARAMETERS = "parameters"
 MOMENTS = ("mu", "nu")
+# What the format `nnx` alone has besides: the copy that is trained, and gradients that add up.
+COPIES = ("master", "acc_grads")
 # Steps as counted by training, by Adam, and by the schedule of the learning rate.
 SCALARS = ("step", "count", "schedule_count")
-QUERY = "attention.query"
-_PLAIN = (np.float32, np.float16, jnp.bfloat16)
+# What else is counted and kept, of the format `nnx` alone: see `Guarded`, and `optax.MultiSteps`.
+GUARD = ("skipped_in_a_row", "skipped", "spike_losses", "spike_norms", "spike_seen")
+SEVERAL = ("mini_step", "gradient_step")
+SCALED = ("attention.query", "attention.query_bias")  # by which scores are proportional
+_SPARE_BYTES = 64 * 2**20  # that threads may take besides the largest array
+_PLAIN = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 class Mismatch(InputError):
@@ -39,10 +49,10 @@ class LayerSource(Protocol):
     """A checkpoint to read from, one array of one layer at a time.
 
     `num_layers` counts the dense layers before the pipeline too. `parts` is `(PARAMETERS,)`, then
-    `MOMENTS` where the optimizer's state is there. `attention_scale` is the factor on attention
+    those of `MOMENTS` and `COPIES` that are there. `attention_scale` is the factor on attention
     scores for which the query kernels are stored; None with latent attention, where no format folds
     the factor into them. `arrays` has shape and dtype by NNX path, of one layer or of the whole
-    model for paths of `names.OUTSIDE`. `scalars` are those of `SCALARS` that are there.
+    model for paths of `names.OUTSIDE`. `scalars` are those of `SCALARS`, `GUARD` and `SEVERAL`.
     """
 
     num_layers: int
@@ -66,7 +76,22 @@ class LayerSource(Protocol):
         """One array; `layer` is its number among those that have it, None outside the layers."""
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        """What the checkpoint calls the stored array, for messages."""
+        """What the checkpoint calls the stored array, which may hold several layers."""
+
+    def hold(self, name: str) -> None:
+        """Keeps what is read of a stored array for its other layers, until it is released."""
+
+    def release(self, name: str) -> None: ...
+
+
+class SourceOfParts(LayerSource, Protocol):
+    """A source that reads parts of arrays: `index` has a slice per axis, or is empty."""
+
+    def read(
+        self, path: str, layer: int | None, part: str = PARAMETERS, index: tuple[slice, ...] = ()
+    ) -> np.ndarray: ...
+
+    def close(self) -> None: ...
 
 
 class LayerDestination(Protocol):
@@ -91,6 +116,20 @@ class LayerDestination(Protocol):
 Progress = Callable[[str, int], None]  # given the name and the size in bytes of an array
 
 
+COPY_WORDS = {
+    "master": "the master copy of the parameters (train.master_dtype)",
+    "acc_grads": "accumulated gradients (train.accumulate_steps)",
+}
+
+
+def ours_alone(parts: Iterable[str], numbers: Mapping[str, np.ndarray]) -> str:
+    """What a training state has for which MaxText has no place, in words; "" for nothing."""
+    words = [COPY_WORDS[part] for part in COPIES if part in parts]
+    skipped = int(numbers.get("skipped", 0))
+    words += [f"the number of skipped steps ({skipped}), which Adam does not count"] * bool(skipped)
+    return " and ".join(words)
+
+
 def no_progress(name: str, nbytes: int) -> None: ...
 
 
@@ -100,12 +139,15 @@ def copy(
     *,
     allow_nan: bool = False,
     progress: Progress = no_progress,
+    workers: int = 1,
 ) -> None:
     """Copies every array of `source` to `destination`, then commits the destination.
 
-    One array of one layer is in memory at a time. Query kernels are multiplied where the attention
-    scales differ. Raises Mismatch for a second moment below 0 and, unless `allow_nan`, for values
-    that are not finite, and InputError when the optimizer's state would have to be scaled.
+    With one worker, one array of one layer is in memory at a time. Several work on one each, in the
+    memory of twice the largest stored array and 64 MiB; both sides are then used by all threads.
+    Query kernels are multiplied where the attention scales differ. Raises Mismatch for a second
+    moment below 0 and, unless `allow_nan`, for values that are not finite, and InputError when the
+    optimizer's state would have to be scaled.
     """
     ratio = ratio_of(source.attention_scale, destination.attention_scale)
     parts = [part for part in source.parts if part in destination.parts]
@@ -117,18 +159,94 @@ def copy(
             "save the model alone with linen_compat.save"
         )
     check_ratio(source.arrays, ratio)
+
+    def copy_one(stored: "_Stored", one: "_Array") -> "_Array":
+        array = stored.read(one)
+        check_finite(array, one.name, allow_nan=allow_nan)
+        check_sign(array, one.name, one.part)
+        if one.path in SCALED and ratio != 1.0:
+            array = times_ratio(array, ratio)
+        destination.write(one.path, one.layer, array, one.part)
+        del array  # before another one takes its memory
+        stored.written(one)
+        return one
+
+    groups = [list(group) for _, group in itertools.groupby(_arrays(source, parts), _name)]
+    largest = max((_nbytes(group) for group in groups), default=0)
+    memory = Memory(2 * largest + _SPARE_BYTES)
+    tasks = (
+        functools.partial(copy_one, stored, one)
+        for stored in (_Stored(source, group, memory) for group in groups)
+        for one in stored.admitted()
+    )
+    for one in in_order(tasks, memory, workers):
+        progress(one.name, one.nbytes)
+    destination.commit(source.scalars)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """One array of one layer, which is in the stored array of this name."""
+
+    part: str
+    path: str
+    layer: int | None
+    name: str
+    nbytes: int
+
+
+def _arrays(source: LayerSource, parts: Iterable[str]) -> Iterator[_Array]:
     for part in parts:
         for path, layer in walk(source):
-            name = source.name(path, layer, part)
-            array = source.read(path, layer, part)
-            check_finite(array, name, allow_nan=allow_nan)
-            check_sign(array, name, part)
-            if path == QUERY and ratio != 1.0:
-                array = times_ratio(array, ratio)
-            destination.write(path, layer, array, part)
-            progress(name, array.nbytes)
-            del array  # before the next one takes memory
-    destination.commit(source.scalars)
+            nbytes = ArraySpec(source.arrays[path].shape, source.dtype(path, part)).nbytes
+            yield _Array(part, path, layer, source.name(path, layer, part), nbytes)
+
+
+def _name(one: _Array) -> str:
+    return one.name
+
+
+def _nbytes(arrays: Iterable[_Array]) -> int:
+    return sum(one.nbytes for one in arrays)
+
+
+class _Stored:
+    """The layers of one stored array while they are copied, and the memory that they take."""
+
+    def __init__(self, source: LayerSource, arrays: Sequence[_Array], memory: Memory) -> None:
+        self._source, self._arrays, self._memory = source, arrays, memory
+        self._left, self._counting = len(arrays), threading.Lock()
+
+    @property
+    def _kept(self) -> int:
+        """Bytes that are kept for other layers; a single one is read for itself."""
+        return _nbytes(self._arrays) if len(self._arrays) > 1 else 0
+
+    def admitted(self) -> Iterator[_Array]:
+        """Each array when there is memory for it."""
+        self._memory.take(2 * self._kept)  # the bytes as stored, and decoded
+        self._source.hold(self._arrays[0].name)
+        for one in self._arrays:
+            self._memory.take(2 * one.nbytes)  # as read, and as written
+            yield one
+
+    def read(self, one: _Array) -> np.ndarray:
+        array = self._source.read(one.path, one.layer, one.part)
+        with self._counting:
+            self._left -= 1
+            is_first, is_last = self._left == len(self._arrays) - 1, self._left == 0
+        if is_last:
+            self._source.release(one.name)
+        self._memory.give(self._kept * (is_first + is_last))
+        return array
+
+    def written(self, one: _Array) -> None:
+        self._memory.give(2 * one.nbytes)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is one of floating-point numbers, narrow ones included."""
+    return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
 
 
 def nbytes_of(source: LayerSource) -> int:

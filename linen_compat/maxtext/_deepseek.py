@@ -71,6 +71,7 @@ ELSEWHERE: dict[str, object] = {
 _HERE: dict[str, FixedValue] = {
     "attention_type": FixedValue("mla", "its layers have latent attention"),
     "use_qk_norm": FixedValue(False, "it normalises latent vectors instead"),
+    "attention_bias": FixedValue(False, "its projections have no bias"),
     "routed_bias_update_rate": FixedValue(0.0, "a step leaves the bias as it is, or trains it"),
     "load_balance_loss_weight": FixedValue(0.0, "MaxText balances the softmax of the scores"),
 }
@@ -148,6 +149,11 @@ def _routing(values: Values) -> Fields:
     if not values["model_name"].startswith("deepseek3"):
         return {"router_bias_in_weights": values["routed_bias"]}
     groups, some = values["n_routing_groups"], values["topk_routing_group"]
+    if groups > 1 and values["routed_score_func"] != "sigmoid":
+        raise InputError(
+            f"n_routing_groups={groups} with routed_score_func={values['routed_score_func']!r} is "
+            "not supported; MaxText chooses groups by two experts, and a softmax here by one"
+        )
     if groups == -1:
         return {}
     return {"router_groups": groups, "router_groups_per_token": some}
@@ -179,6 +185,8 @@ def check_deepseek(model: ModelConfig) -> None:
         wrong["router_normalize"] = "MaxText divides by the sum after a sigmoid alone"
     if model.router_bias_in_weights and model.router_groups > 1:
         wrong["router_groups"] = "MaxText ignores groups where weights contain the bias"
+    if model.router_groups > 1 and model.router_score != "sigmoid":
+        wrong["router_groups"] = "MaxText chooses groups by two experts, and a softmax here by one"
     if model.rope_scaling != "yarn" and model.rope_interleaved:
         wrong["rope_interleaved"] = "MaxText rotates neighbours with yarn alone"
     if model.rope_scaling not in (None, "linear", "yarn"):

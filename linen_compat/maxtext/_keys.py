@@ -24,10 +24,10 @@ _NOTHING: tuple[object, ...] = (None, "", "None", "none", [], {})
 FIXED: dict[str, tuple[object, ...]] = {
     **_each(
         """
-        activations_in_float32 attention_bias attention_sink checkpoint_is_quantized enable_diloco
+        activations_in_float32 attention_sink checkpoint_is_quantized enable_diloco
         float32_gate_logits float32_logits float32_qk_product fused_mlp fused_qkv logits_dot_in_fp32
         mlp_bias moba moe_quantize_token_all_gather moe_use_megatron_seq_aux_loss rope_pairwise
-        scan_layers_per_stage share_kv_projections skip_step_on_spikes te_moe_block
+        scan_layers_per_stage share_kv_projections te_moe_block
         temperature_tuning use_audio use_double_wide_mlp use_dpo use_indexer use_m3_model use_mrope
         use_multimodal use_post_attn_norm use_post_ffw_norm use_qk_clip use_random_routing
         use_untrainable_positional_embedding
@@ -79,7 +79,7 @@ FIXED: dict[str, tuple[object, ...]] = {
     "training_objective": ("causal_lm",),
 }
 
-# Single keys. The learning rate is constant here, so keys of its schedule have no effect.
+# Single keys.
 _IGNORED = _words(
     """
     abort_on_inf_loss abort_on_nan_loss act_quantization_calibration_method add_bos add_eos
@@ -112,7 +112,7 @@ _IGNORED = _words(
     kv_quant_axis kv_quant_dtype kv_tp_size kv_wa_proj load_from_prefill_dir load_full_state_path
     load_parameters_path local_rope_proportion log_config log_period
     log_required_ragged_buffer_factor log_step_diagnostics logical_axis_rules
-    logical_axis_rules_for_eval logits_proj_quant_calibration_method lr_schedule_type
+    logical_axis_rules_for_eval logits_proj_quant_calibration_method
     matmul_precision max_checkify max_corpus_chars max_inflight_computations
     max_num_checkpoints_to_keep max_num_images_per_example max_prefill_predict_length
     max_segments_per_seq megablox merge_gating_gmm mesh_axes metrics_file mla_kv mla_naive_kvcache
@@ -140,8 +140,8 @@ _IGNORED = _words(
     scan_pipeline_repeats set_remat_policy_on_layers_per_stage
     set_remat_policy_on_pipeline_iterations sft_train_on_completion_only shard_embed_moe_on_fsdp
     shard_exp_on_fsdp sharding_tolerance shardy sinkhorn_iterations skip_jax_distributed_system
-    skip_step_interval skip_step_scaling_factor source_checkpoint_layout sparse_matmul
-    stack_prefill_result_cache steps subslice_shape target_eval_loss te_comm_gemm_overlap
+    source_checkpoint_layout sparse_matmul
+    stack_prefill_result_cache subslice_shape target_eval_loss te_comm_gemm_overlap
     te_ep_overflow_check_every_n_steps ulysses_context_sharding unquantized_modules
     upload_all_profiler_results use_2d_fsdp_sharding use_audio_in_video use_batch_split_schedule
     use_chat_template use_chunked_prefill use_csa_streamindex_kernel use_custom_sort_vjp
@@ -152,9 +152,8 @@ _IGNORED = _words(
     use_stream_chunking use_tokamax_gmm use_tokamax_splash use_truncation use_vertex_tensorboard
     use_weight_converter v_norm_with_scale value_proj video_path video_placeholder
     vocab_tiling_ag_once warm_input_reshard_before_run_start warmup_programs_in_init
-    warmup_steps_fraction weight_block_size weight_quantization_calibration_method
+    weight_block_size weight_quantization_calibration_method
     weight_sparsity_start_step weight_sparsity_update_step weight_sync_debug write_estimator_result
-    wsd_decay_steps_fraction wsd_decay_style
     """
 )
 # Whole families of keys, each by a pattern.
@@ -165,7 +164,7 @@ _IGNORED_FAMILIES = re.compile(
     | \w*_for_audio | vision_\w+ | video_max_\w+ | (hf|grain|olmo)_\w+ | (train|eval)_\w+ | dump_\w+
     | (xprof|wandb|vertex|inference|vllm|block_diffusion|distill|elastic|gdn|engram|indexer)_\w+
     | (local_)?sa_\w+ | local_use_splash_scheduler | experimental_sa_\w+ | (wi|wo)_tile_\w+
-    | moba_\w+ | mhc_\w+ | muon_\w+ | ragged_gather_\w+ | decode_sampling_\w+ | learning_rate_\w+
+    | moba_\w+ | mhc_\w+ | muon_\w+ | ragged_gather_\w+ | decode_sampling_\w+
     | context_\w+ | per_device_batch_size_\w+ | \w*goodput\w* | managed_mldiagnostics\w*
     | lora_\w+ | tpu_num_\w+ | \w*step_deviation\w*
     | \w*step_time_deviation | \w*heartbeat\w* | report_\w+ | multi_tier_\w+ | profile_\w+

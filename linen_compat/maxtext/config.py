@@ -9,8 +9,9 @@ import yaml
 
 from linen_compat.maxtext import _deepseek as deepseek
 from linen_compat.maxtext import _keys as keys
-from linen_compat.maxtext._families import fields_of_block, keys_of_preset
+from linen_compat.maxtext._families import BLOCKS, check_block, fields_of_block, keys_of_preset
 from linen_compat.maxtext._mesh import mesh_of, on_mesh
+from linen_compat.maxtext._published import SIZES
 from linen_compat.maxtext._values import (
     DEFAULTS,
     Fields,
@@ -33,7 +34,7 @@ from nnx_pipeline.config._overrides import known_keys
 from nnx_pipeline.config._remat import POLICIES
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.presets import PRESETS
-from nnx_pipeline.lab._files import local, read_text
+from nnx_pipeline.lab._files import place, read_text
 from nnx_pipeline.lab.errors import nearest, one_of, shown, unparsed
 
 # MaxText's keys for the sizes of a model, and the fields of `ModelConfig` that they become.
@@ -60,6 +61,12 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "adam_weight_decay": "weight_decay",
     "load_balance_loss_weight": "load_balance_weight",
     "weight_dtype": "param_dtype",
+    "steps or learning_rate_schedule_steps": "schedule_steps",
+    "warmup_steps_fraction times the steps": "warmup_steps",
+    "wsd_decay_steps_fraction times the steps": "decay_steps",
+    "learning_rate_final_fraction": "final_fraction",
+    "skip_step_scaling_factor": "spike_factor",
+    "skip_step_interval": "spike_interval",
     "rope_linear_scaling_factor": "rope_factor",
 }
 # The presets by MaxText's names; of DeepSeek those that MaxText has.
@@ -81,10 +88,11 @@ def config_from_maxtext(source: str | Path | Values) -> Config:
 
     Keys that are left out have MaxText's defaults, but for `shard_mode`, whose default here is
     `explicit`. With a `model_name` among this project's presets the sizes are those of the preset,
-    and with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`;
+    with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`, and with
+    the name of another Llama or Qwen that MaxText has a file for those of that file;
     other values must not contradict them unless `override_model_config` is true. Keys that only say
-    how a run is carried out (kernels, machines, data, logs) are ignored. So is the schedule of the
-    learning rate, which is constant here.
+    how a run is carried out (kernels, machines, data, logs) are ignored. `steps` is read as the
+    length of the learning rate's schedule, where `learning_rate_schedule_steps` is -1.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
@@ -118,7 +126,7 @@ def config_from_yaml(name: str, mesh: MeshConfig | None = None) -> Config:
 
     - `mesh`: takes the place of MaxText's parallelisms.
     """
-    if not name or not local(name).exists():
+    if not name or not place(name).exists():
         if name in PRESETS:
             return preset(name)
         raise InputError(
@@ -137,7 +145,7 @@ def _has_sections(raw: Values) -> bool:
 
 def _read_yaml(path: str | Path) -> Fields:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
-    text = read_text(str(path))
+    text = read_text(place(path))
     try:
         raw = load_yaml(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # too deep, too many digits
@@ -165,6 +173,8 @@ def _from_sections(name: str, raw: Values) -> Config:
 
 def _check_keys(raw: Values) -> None:
     """Raises InputError for keys that are unknown, and for fixed keys with another value."""
+    if isinstance(block := raw.get("decoder_block", DEFAULTS["decoder_block"]), str):
+        check_block(block)
     for key, value in raw.items():
         kind = keys.kind(str(key))
         if kind is None:
@@ -193,19 +203,23 @@ def _with_sizes(raw: Fields) -> Fields:
         raise wrong_type("model_name", name, str)
     sizes = _sizes_of(name)
     if not sizes and name != "default":
-        needed = set(_SIZES)
+        needed, block = {*_SIZES, "decoder_block"}, BLOCKS.get(raw.get("decoder_block", ""))
+        if block is not None and not block.routed:  # MaxText's own files do not say them then
+            needed -= {"num_experts", "num_experts_per_tok"}
         if raw.get("decoder_block") == deepseek.BLOCK:
             needed = needed - {"head_dim"} | {*deepseek.NEEDED}
         missing = sorted(needed - set(raw))
         if missing:
             raise InputError(
-                f"model_name={name!r} is not among {', '.join(PRESETS_OF_MAXTEXT)}, so the file "
-                f"must say {', '.join(missing)}"
+                f"model_name={name!r} is not among {', '.join({**PRESETS_OF_MAXTEXT, **SIZES})}, "
+                f"so the file must say {', '.join(missing)}"
             )
     if raw.get("override_model_config") is True:
         return {**sizes, **raw}
     for key, size in sizes.items():
         value = raw.get(key, size)
+        if isinstance(value, str) and isinstance(size, float):  # YAML reads 1e-06 as text
+            value = as_number(key, value, float)
         if value not in (size, DEFAULTS[key]):
             raise InputError(
                 f"{key}={value!r} contradicts model_name={name!r}, which has {size!r}; remove one "
@@ -215,9 +229,9 @@ def _with_sizes(raw: Fields) -> Fields:
 
 
 def _sizes_of(model_name: str) -> Fields:
-    """MaxText's keys with the sizes of a preset; none for any other name."""
+    """MaxText's keys with the sizes of a model that it has a file for; none for other names."""
     if model_name not in PRESETS_OF_MAXTEXT:
-        return {}
+        return SIZES.get(model_name, {})
     model = PRESETS[PRESETS_OF_MAXTEXT[model_name]].model
     sizes = {key: getattr(model, field) for key, field in _SIZES.items()}
     if model.num_experts > 1:
@@ -304,6 +318,8 @@ def _train(values: Values) -> TrainConfig:
         sequence_length=length,
         loss_chunks=math.gcd(TrainConfig.loss_chunks, length),
         learning_rate=float(values["learning_rate"]),
+        **_schedule(values),
+        **_guard(values),
         adam_b1=values["adam_b1"],
         adam_b2=values["adam_b2"],
         adam_eps=float(values["adam_eps"]),
@@ -314,6 +330,37 @@ def _train(values: Values) -> TrainConfig:
         grad_dtype=None if values["grad_dtype"] == "float32" else values["grad_dtype"],
         shard_optimizer_over_data=values["shard_optimizer_over_data"],
     )
+
+
+def _schedule(values: Values) -> Fields:
+    """The schedule of the learning rate, in steps; in MaxText the parts are fractions."""
+    kind, style = values["lr_schedule_type"], values["wsd_decay_style"]
+    one_of("lr_schedule_type", kind, ("cosine", "wsd"))
+    one_of("wsd_decay_style", style, ("linear", "cosine"))
+    given = values["learning_rate_schedule_steps"]
+    total: int = values["steps"] if given == -1 else given
+    names = ("warmup_steps_fraction", "wsd_decay_steps_fraction")
+    warmup, fall = (int(total * values[name]) for name in names)
+    return {
+        "learning_rate_decay": "cosine" if kind == "cosine" else style,
+        "warmup_steps": warmup,
+        "schedule_steps": total,
+        "decay_steps": None if kind == "cosine" else fall,
+        "final_fraction": values["learning_rate_final_fraction"],
+    }
+
+
+def _guard(values: Values) -> Fields:
+    """Which steps are skipped. MaxText sets no limit to how many; here it is its interval, in which
+    the spikes would become what other steps are compared with."""
+    if not values["skip_step_on_spikes"]:
+        return {}
+    interval = values["skip_step_interval"]
+    return {
+        "max_skipped_steps": interval,
+        "spike_factor": values["skip_step_scaling_factor"],
+        "spike_interval": interval,
+    }
 
 
 def _global_batch(values: Values) -> int:

@@ -7,10 +7,11 @@ from jaxtyping import Array
 
 from linen_compat.formats._names import check_names
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Kernel, OfModel
+from linen_compat.modules.parameters import Kernel, OfModel, Weight, boxed_parameter
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops._low_precision import product_of
 from nnx_pipeline.ops._self_attention.grouped_query import (
+    Biases,
     Projections,
     QueryKey,
     query_gain,
@@ -25,7 +26,7 @@ OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis
 
 
 class Attention(OfModel):
-    """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
+    """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, by default without bias.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
 
@@ -41,13 +42,23 @@ class Attention(OfModel):
         heads, names = config.num_heads, ("embed", "kv_heads", "kv_head_dim")
         query, group = (embed, heads, head_dim), (embed, config.num_kv_heads, head_dim)
         initial = query_initializer(INTO_HEADS, config)
-        self.query = kernel(initial, query, ("embed", "q_heads", "kv"))
-        self.key = kernel(INTO_HEADS, group, names)
-        self.value = kernel(INTO_HEADS, group, names)
-        self.out = kernel(OUT_OF_HEADS, (heads, head_dim, embed), ("heads", "kv", "embed"))
+        inside, outside = 2 if config.attention_bias else 0, int(config.attention_bias == "all")
+        self.query = kernel(initial, query, ("embed", "q_heads", "kv"), inside)
+        self.key = kernel(INTO_HEADS, group, names, inside)
+        self.value = kernel(INTO_HEADS, group, names, inside)
+        back = (heads, head_dim, embed)
+        self.out = kernel(OUT_OF_HEADS, back, ("heads", "kv", "embed"), outside)
+        if config.attention_sinks:
+            zeros = Weight(nn.initializers.zeros, (heads,), config.param_dtype, ("q_heads",))
+            self.sinks = boxed_parameter(self, "sinks", zeros, self.layout)
         if config.qk_norm:
-            self.query_norm = RMSNorm(config, self.layout, head_dim, query_gain(config))
-            self.key_norm = RMSNorm(config, self.layout, head_dim)
+            norm = functools.partial(RMSNorm, config, self.layout)
+            gain, groups = query_gain(config), config.num_kv_heads
+            if config.qk_norm_over_heads:
+                self.query_norm = norm((heads, head_dim), gain, ("q_heads", "kv"))
+                self.key_norm = norm((groups, head_dim), names=("kv_heads", "kv_head_dim"))
+            else:
+                self.query_norm, self.key_norm = norm(head_dim, gain), norm(head_dim)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -59,13 +70,16 @@ class Attention(OfModel):
         """
         config = self.config
         norms = (self.query_norm, self.key_norm) if config.qk_norm else (None, None)
-        kernels = (self.query(), self.key(), self.value(), self.out())
+        projections = (self.query, self.key, self.value, self.out)
+        query, key, value, out = (each() for each in projections)
+        sinks = self.sinks if config.attention_sinks else None
+        biases = Biases(*(each.added() for each in projections))
         return self_attention(
             x,
-            Projections(*kernels, product=product_of(config)),
+            Projections(query, key, value, out, biases, product_of(config)),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config),
+            kernel=kernel_of(config, sinks=sinks),
             query_key=QueryKey(rotary_of(config), *norms),
             layout=self.layout,
         )

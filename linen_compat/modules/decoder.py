@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, PyTree
 
-from linen_compat.formats._names import check_names
+from linen_compat.formats._names import check_names, check_one_kind, is_apart
 from linen_compat.modules._stacked import EarlyTree
 from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.embedding import Embed
@@ -19,7 +19,7 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured, Kernel, unboxed
 from linen_compat.modules.pipeline import CircularPipeline, Pipeline
 from nnx_pipeline import Config, InputError, Layout
-from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, named, remat_of
 from nnx_pipeline.lab.errors import counted, one_of
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules import decoder as functional
@@ -59,9 +59,10 @@ class Decoder(Configured):
     def setup(self) -> None:
         config, model = self.config, self.config.model
         check_names(model)
+        check_one_kind(model, "Linen")
         where = self._where()
         kind = layer_class(model)
-        options = (model, self.layout, POLICIES[config.pipeline.remat])
+        options = (model, self.layout, remat_of(config.pipeline.remat))
         if where == "pipelined":
             pipeline = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
             self.pipeline_module = pipeline(
@@ -119,13 +120,13 @@ class Decoder(Configured):
 
     @property
     def _early_tree(self) -> EarlyTree:
-        remat, unscanned = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
+        remat, unscanned = remat_of(self.config.pipeline.remat), self._where() == "unscanned"
         return EarlyTree(self.config.model, self.layout, remat, unscanned)
 
     @property
     def _group(self) -> str:
         """MaxText's name of the pipeline's layers in other layouts."""
-        return "layers" if self.config.model.kv_lora_rank is None else "moe_layers"
+        return "moe_layers" if is_apart(self.config.model) else "layers"
 
     def _run_layers(
         self, x: Array, side: Side, *, keys: Array | None = None
@@ -144,7 +145,7 @@ class Decoder(Configured):
                 x, numbered, side, stack=stack, microbatches=microbatches, split=split
             )
 
-        policy = POLICIES[self.config.pipeline.remat].policy()
+        policy = remat_of(self.config.pipeline.remat).policy()
         # In the body of a scan there is nothing to merge a recomputation with.
         remat = cast(Callable[..., Visit], nn.remat)
         call = visit if policy is None else remat(visit, policy=policy, prevent_cse=not scanned)
@@ -195,7 +196,8 @@ class Decoder(Configured):
             )
         count = sum(name.startswith(f"{group}_") for name in params)
         if where == "scanned" and group in params:
-            count = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+            kernel = params[group]["self_attention"]["out"]["kernel"]
+            count = unboxed(kernel).shape[1]
         dense = f" - num_dense_layers={model.num_dense_layers}" if model.num_dense_layers else ""
         if where != "pipelined" and count != layers:  # else the pipeline checks its own
             raise InputError(

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxtyping import Array
 
+from linen_compat.formats._names import is_apart
 from linen_compat.modules.attention import Attention
 from linen_compat.modules.feed_forward import DeepSeekMoeBlock, MlpBlock, MoeBlock
 from linen_compat.modules.latent_attention import LatentAttention
@@ -12,22 +13,31 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import OfModel
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
-from nnx_pipeline.ops._residual import add_to_stream, two_updates
+from nnx_pipeline.ops._residual import add_to_stream, two_updates, update_of
 from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
 
+# The names of the norms before and after a block.
+_OF_ATTENTION = ("pre_self_attention_layer_norm", "post_self_attention_norm")
+_OF_FEED_FORWARD = ("post_self_attention_layer_norm", "post_ffw_norm")
+
 
 class _DecoderLayer(OfModel):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates."""
+    """As `nnx_pipeline.DecoderLayer`, with MaxText's names."""
 
     remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
         config, layout = self.config, self.layout
-        self.pre_self_attention_layer_norm = RMSNorm(config, layout)
+        before, after = (config.norm_placement in (where, "both") for where in ("before", "after"))
+        if before:
+            self.pre_self_attention_layer_norm = RMSNorm(config, layout)
+            self.post_self_attention_layer_norm = RMSNorm(config, layout)
+        if after:
+            self.post_self_attention_norm = RMSNorm(config, layout)
+            self.post_ffw_norm = RMSNorm(config, layout)
         attention = Attention if config.kv_lora_rank is None else LatentAttention
         self.self_attention = attention(config, layout)
-        self.post_self_attention_layer_norm = RMSNorm(config, layout)
 
     def __call__(
         self,
@@ -44,17 +54,35 @@ class _DecoderLayer(OfModel):
         - `keys`: `[batch, words]` for dropout (`nnx_pipeline.sharding.dropout`); None for none.
         """
 
+        scale = self.config.residual_scale
+
         def attend(x: Array) -> Array:
-            x = self.pre_self_attention_layer_norm(x)
-            return self.self_attention(x, positions=positions, segment_ids=segment_ids)
+            call = functools.partial(
+                self.self_attention, positions=positions, segment_ids=segment_ids
+            )
+            return update_of(x, call, self._norms(_OF_ATTENTION), scale)
 
         def feed_forward(x: Array) -> tuple[Array, MicrobatchMean | None]:
-            x = self.post_self_attention_layer_norm(x)
-            return self.feed_forward(x, not_padding(segment_ids))
+            reported: list[MicrobatchMean | None] = []
+
+            def call(x: Array) -> Array:
+                mixed, usage = self.feed_forward(x, not_padding(segment_ids))
+                reported.append(usage)
+                return mixed
+
+            return update_of(x, call, self._norms(_OF_FEED_FORWARD), scale), reported[0]
 
         rate, layout = self.config.dropout_rate, self.layout
         add = functools.partial(add_to_stream, keys=keys, rate=rate, layout=layout)
         return two_updates(x, attend, feed_forward, add)
+
+    def _norms(self, names: tuple[str, str]) -> tuple[RMSNorm | None, RMSNorm | None]:
+        before, after = names
+        placement = self.config.norm_placement
+        return (
+            None if placement == "after" else getattr(self, before),
+            None if placement == "before" else getattr(self, after),
+        )
 
     def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean | None]:
         """What follows attention, and what its router reports; `real` as of `MoeBlock`."""
@@ -116,8 +144,10 @@ class DeepSeekMoELayer(_RoutedLayer):
 
 def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
     """The class whose parameters have the names that MaxText gives a layer of this model."""
-    if config.kv_lora_rank is not None:
-        return DeepSeekDenseLayer if config.num_experts == 1 else DeepSeekMoELayer
+    if config.kv_lora_rank is not None and config.num_experts == 1:
+        return DeepSeekDenseLayer
+    if is_apart(config):
+        return DeepSeekMoELayer
     if config.num_experts == 1:
         return LlamaDecoderLayer
     return Qwen3MoeDecoderLayer if config.qk_norm else MixtralDecoderLayer
@@ -139,10 +169,12 @@ def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:
     if wanted != name and "DeepSeek" in wanted + name:
         latent = "DeepSeek" in name
         raise InputError(
-            f"{name} {'needs' if latent else 'has no'} latent attention, and the config has "
-            f"kv_lora_rank={config.kv_lora_rank}; use {wanted}, or {'set' if latent else 'leave'} "
-            f"it{'' if latent else ' at None'}"
+            f"{name} {'needs' if latent else 'has no'} latent attention or shared experts, and the "
+            f"config has kv_lora_rank={config.kv_lora_rank}, num_shared_experts="
+            f"{config.num_shared_experts}; use {wanted}"
         )
+    if "DeepSeek" in name:
+        return
     if routed and qk_norm != config.qk_norm:
         raise InputError(
             f"{name} needs qk_norm={qk_norm}, and the config has qk_norm={config.qk_norm}; "

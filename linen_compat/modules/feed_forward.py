@@ -8,9 +8,9 @@ from jaxtyping import Array
 from linen_compat.formats._names import check_names
 from linen_compat.modules.parameters import Kernel, Names, OfModel, Weight, boxed_parameter
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
-from nnx_pipeline.ops._experts import ExpertKernels
+from nnx_pipeline.ops._experts import ExpertBiases, ExpertKernels
 from nnx_pipeline.ops._low_precision import product_of
-from nnx_pipeline.ops._mlp import gated_mlp
+from nnx_pipeline.ops._mlp import GatedKernels, gated_mlp
 from nnx_pipeline.ops._moe import MoEKernels, routed_experts
 from nnx_pipeline.ops._router import Usage
 
@@ -21,7 +21,7 @@ OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
 class MlpBlock(OfModel):
-    """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
+    """A gated MLP from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `width`: its number of hidden units; None for `config.mlp_dim`.
@@ -38,8 +38,9 @@ class MlpBlock(OfModel):
         self.wo = kernel(out_of, ("mlp", "embed"))
 
     def __call__(self, x: Array) -> Array:
-        kernels = (self.wi_0(), self.wi_1(), self.wo())
-        return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
+        kernels = GatedKernels(self.wi_0(), self.wi_1(), self.wo())
+        product, activation = product_of(self.config), self.config.activation
+        return gated_mlp(x, kernels, product=product, activation=activation, layout=self.layout)
 
 
 class Gate(OfModel):
@@ -52,13 +53,19 @@ class Gate(OfModel):
         shape = (config.embed_dim, config.num_experts)
         weight = Weight(FAN_IN, shape, config.param_dtype, names)
         self.kernel = boxed_parameter(self, "kernel", weight, layout)
-        if config.router_bias:
-            zeros = Weight(nn.initializers.zeros, shape[1:], "float32", (None,))
+        if config.router_bias or config.router_logits_bias:
+            dtype = "float32" if config.router_bias else config.param_dtype
+            zeros = Weight(nn.initializers.zeros, shape[1:], dtype, (None,))
             self.bias = boxed_parameter(self, "bias", zeros, layout)
 
-    def __call__(self) -> tuple[Array, Array | None]:
-        """The kernel, `[embed, experts]`, and the bias, `[experts]` or None."""
-        return self.kernel, self.bias if self.config.router_bias else None
+    def __call__(self) -> tuple[Array, Array | None, Array | None]:
+        """The kernel, `[embed, experts]`, and each bias, `[experts]`: of a choice, of logits."""
+        config = self.config
+        return (
+            self.kernel,
+            self.bias if config.router_bias else None,
+            self.bias if config.router_logits_bias else None,
+        )
 
 
 class MoeBlock(OfModel):
@@ -85,14 +92,25 @@ class MoeBlock(OfModel):
         self.wi_0 = boxed_parameter(self, "wi_0", of_input, layout)
         self.wi_1 = boxed_parameter(self, "wi_1", of_input, layout)
         self.wo = boxed_parameter(self, "wo", of_output, layout)
+        if config.expert_bias:
+            zeros = nn.initializers.zeros
+            wide = Weight(zeros, (experts, mlp), dtype, ("exp", "mlp_moe"))
+            self.wi_0_bias = boxed_parameter(self, "wi_0_bias", wide, layout)
+            self.wi_1_bias = boxed_parameter(self, "wi_1_bias", wide, layout)
+            narrow = Weight(zeros, (experts, embed), dtype, ("exp", "norm"))
+            self.wo_bias = boxed_parameter(self, "wo_bias", narrow, layout)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
         """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence.
 
         - `real`: bool `[batch, seq]`, False for padding; None if there is none.
         """
-        router, bias = self.gate()
-        kernels = MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias)
+        router, bias, of_logits = self.gate()
+        biases = None
+        if self.config.expert_bias:
+            biases = ExpertBiases(self.wi_0_bias, self.wi_1_bias, self.wo_bias)
+        experts = ExpertKernels(self.wi_0, self.wi_1, self.wo)
+        kernels = MoEKernels(router, experts, bias, of_logits, biases)
         return routed_experts(
             x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )

@@ -39,11 +39,11 @@ class LatentAttention(OfModel):
         else:
             source, names = config.q_lora_rank, ("q_lora", "q_heads", "kv")
             self.wq_a = kernel(_DOWN, (embed, source), ("embed", "q_lora_up_proj"))
-            self.q_norm = RMSNorm(config, self.layout, source)
+            self.q_norm = RMSNorm(config.of_latent_norms, self.layout, source)
             self.wq_b = kernel(query_init, (source, heads, head_dim), names)
         down = (embed, rank + config.rope_dim)
         self.wkv_a = kernel(_DOWN, down, ("embed", "kv_lora_up_proj"))
-        self.kv_norm = RMSNorm(config, self.layout, rank)
+        self.kv_norm = RMSNorm(config.of_latent_norms, self.layout, rank)
         up = (rank, heads, head_dim - config.rope_dim + value_dim)
         self.wkv_b = kernel(INTO_HEADS, up, ("kv_lora", "kv_heads", "kv_head_dim"))
         back = (heads, value_dim, embed)

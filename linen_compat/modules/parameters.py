@@ -124,17 +124,30 @@ class OfModel(Configured):
 
 
 class Kernel(nn.Module):
-    """A `Weight` as a module of its own, so that its path is `<name of the module>/kernel`."""
+    """A `Weight` as a module of its own, so that its path is `<name of the module>/kernel`.
+
+    With `biased` there is a bias beside it, `<name of the module>/bias`, of its last axes.
+    """
 
     layout: Layout
     dtype: jax.typing.DTypeLike
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
     names: Names
+    biased: int = 0  # how many of the last axes the bias has
 
     def setup(self) -> None:
         weight = Weight(self.initializer, self.shape, self.dtype, self.names)
         self.kernel = boxed_parameter(self, "kernel", weight, self.layout)
+        if self.biased:
+            shape, names = self.shape[-self.biased :], self.names[-self.biased :]
+            names = ("norm",) if names == ("embed",) else names  # whole, as a scale
+            zeros = Weight(nn.initializers.zeros, shape, self.dtype, names)
+            self.bias = boxed_parameter(self, "bias", zeros, self.layout)
 
     def __call__(self) -> Array:
         return self.kernel
+
+    def added(self) -> Array | None:
+        """The bias, if there is one."""
+        return self.bias if self.biased else None

@@ -95,10 +95,10 @@ class CircularPipeline(Configured):
         )
         if runner.stack.padding:
             raise InputError(
-                f"pipeline.pad_layers=true would pad {self.num_layers} layers to "
-                f"{self.num_layers + runner.stack.padding}, which MaxText's tree of parameters has "
-                "no place for; use nnx_pipeline.CircularPipeline, or a number of layers that "
-                "divides"
+                f"pipeline.stage_layers={self.config.stage_layers} would pad {self.num_layers} "
+                f"layers to {self.num_layers + runner.stack.padding}, which MaxText's tree of "
+                "parameters has no place for; use nnx_pipeline.CircularPipeline, or a number of "
+                "layers that divides"
             )
         return runner
 

@@ -3,7 +3,7 @@
 import click
 
 from nnx_pipeline.config.config import to_dict
-from nnx_pipeline.config.model import count_parameters
+from nnx_pipeline.config.parameter_count import count_parameters
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.lab._cli.options import json_option
 

@@ -22,6 +22,8 @@ OF_ROUTER: dict[str, Any] = {
     "router_scale": 1.0,
     "router_bias": False,
     "router_bias_in_weights": False,
+    "router_logits_bias": False,
+    "expert_bias": False,
     "router_groups": 1,
     "num_shared_experts": 0,
 }
@@ -29,6 +31,21 @@ OF_ROUTER: dict[str, Any] = {
 
 def check_together(model: Model) -> None:
     """Raises InputError for fields that contradict each other."""
+    if model.attention_sinks and (model.attention != "dot_product" or model.kv_lora_rank):
+        raise InputError(
+            f"attention_sinks=True needs attention='dot_product' without latent vectors, and "
+            f"attention={model.attention!r}, kv_lora_rank={model.kv_lora_rank}; leave one out"
+        )
+    if model.expert_bias and (model.experts != "dense" or model.num_shared_experts):
+        raise InputError(
+            f"expert_bias=True needs experts='dense' and no shared experts, and experts="
+            f"{model.experts!r}, num_shared_experts={model.num_shared_experts}; leave one out"
+        )
+    if model.qk_norm_over_heads and not model.qk_norm:
+        raise InputError(
+            "qk_norm_over_heads=True is about a norm that qk_norm=False leaves out; set both or "
+            "none"
+        )
     _check_latent(model)
     _check_dense_layers(model)
     _check_kinds(model)
@@ -39,8 +56,21 @@ def check_together(model: Model) -> None:
 
 def _check_latent(model: Model) -> None:
     sizes = {"rope_head_dim": 64, "value_head_dim": 128}
+    if model.rope_head_dim is not None:
+        errors.whole(model, "rope_head_dim", most=MOST_WIDTH)
+        errors.divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
+        if model.rope_dim >= model.head_dim:
+            raise InputError(
+                f"rope_head_dim={model.rope_dim} is a part of head_dim={model.head_dim}, which is "
+                "the width of a whole query; make head_dim larger"
+            )
     if model.kv_lora_rank is None:
-        for name in ("q_lora_rank", *sizes):
+        if model.rope_head_dim is not None and model.rope_interleaved:
+            raise InputError(
+                f"rope_head_dim={model.rope_head_dim} and rope_interleaved=True need kv_lora_rank, "
+                "which is None; leave one of them out"
+            )
+        for name in ("q_lora_rank", "latent_norm_epsilon", "value_head_dim"):
             if getattr(model, name) is not None:
                 raise InputError(
                     f"{name}={getattr(model, name)!r} is for multi-head latent attention, and "
@@ -55,12 +85,6 @@ def _check_latent(model: Model) -> None:
             )
     ranks = ("kv_lora_rank",) if model.q_lora_rank is None else ("kv_lora_rank", "q_lora_rank")
     errors.whole(model, *ranks, *sizes, most=MOST_WIDTH)
-    errors.divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
-    if model.rope_dim >= model.head_dim:
-        raise InputError(
-            f"rope_head_dim={model.rope_dim} is a part of head_dim={model.head_dim}, which is "
-            "the width of a whole query; make head_dim larger"
-        )
     if model.num_kv_heads != model.num_heads:
         raise InputError(
             f"with kv_lora_rank each query head has its own key, and num_kv_heads="
@@ -102,21 +126,34 @@ def _check_dense_layers(model: Model) -> None:
 
 
 def _check_kinds(model: Model) -> None:
-    """Full attention in turn with a window that is not there."""
-    if model.full_attention_every is None:
+    """Full attention of some layers, and a window of the others."""
+    errors.whole(model, "full_attention_first", least=0)
+    first, every = model.full_attention_first, model.full_attention_every
+    if every is None and first == 0:
         return
-    errors.whole(model, "full_attention_every")
-    if model.full_attention_every == 1 or model.sliding_window is None:
+    name = "full_attention_first" if every is None else "full_attention_every"
+    if every is not None:
+        errors.whole(model, name)
+    if every == 1 or model.sliding_window is None:
         raise InputError(
-            f"full_attention_every={model.full_attention_every} lets layers with a window take "
-            f"turns with one without, and sliding_window={model.sliding_window}; give a window and "
-            "2 or more, or leave it at None"
+            f"{name}={getattr(model, name)} lets layers with a window take turns with one without, "
+            f"and sliding_window={model.sliding_window}; give a window and 2 or more, or leave it "
+            "out"
+        )
+    if every is not None and first:
+        raise InputError(
+            f"full_attention_every={every} and full_attention_first={first} each say which layers "
+            "have no window; leave one of them out"
+        )
+    if first >= model.num_layers:
+        raise InputError(
+            f"full_attention_first={first} leaves none of num_layers={model.num_layers} the "
+            "sliding_window; choose fewer, or leave the window out"
         )
     if model.num_dense_layers > 0:
         raise InputError(
-            f"full_attention_every={model.full_attention_every} counts the layers of the pipeline "
-            f"alone, and num_dense_layers={model.num_dense_layers} come before these; leave one of "
-            "them out"
+            f"{name}={getattr(model, name)} counts the layers of the pipeline alone, and "
+            f"num_dense_layers={model.num_dense_layers} come before these; leave one of them out"
         )
 
 
@@ -194,19 +231,16 @@ def _check_groups(model: Model) -> None:
         )
     if groups == 1:
         return
-    if model.router_score != "sigmoid":
-        raise InputError(
-            f"router_groups={groups} needs router_score='sigmoid', and it is "
-            f"{model.router_score!r}; set one of them to another value"
-        )
     rule = f"num_experts={model.num_experts} does not split into router_groups={groups}"
     errors.divides(groups, model.num_experts, rule=rule)
     size, chosen = model.num_experts // groups, model.num_experts_per_token
-    if size < 2 or chosen > some * size:
+    least = 2 if model.router_score == "sigmoid" else 1
+    if size < least or chosen > some * size:
         raise InputError(
             f"router_groups={groups} leaves {counted(size, 'expert')} in each group, and a token "
-            f"chooses from {counted(some, 'group')}; a group needs 2 experts, and all groups of a "
-            f"token num_experts_per_token={chosen}; choose fewer groups, or more per token"
+            f"chooses from {counted(some, 'group')}; a group needs {counted(least, 'expert')}, and "
+            f"all groups of a token num_experts_per_token={chosen}; choose fewer groups, or more "
+            "per token"
         )
 
 
@@ -231,7 +265,7 @@ def _check_rope(model: Model) -> None:
         errors.whole(model, "rope_original_length")
         errors.above_zero(model, "rope_low_frequency", "rope_high_frequency")
         low, high = model.rope_low_frequency, model.rope_high_frequency
-        if low >= high:
+        if low > high or (low == high and model.rope_scaling != "yarn"):
             raise InputError(
                 f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "
                 f"between them are slowed down in part; {known} has "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import InputError, nearest, one_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -18,10 +20,18 @@ LAYER_METRICS = "layer_metrics"  # a few numbers per layer; always kept
 QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj")
 OUT = "out_proj"
 HIDDEN = ("mlp_gate", "mlp_up")
+AT = "@"  # between a name and the number of a group of layers, from 1 on
 
+_GROUP: contextvars.ContextVar[int] = contextvars.ContextVar("group", default=0)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 Policy = Callable[..., bool]  # of a primitive and its values to what becomes of them
+
+
+def parted(name: str) -> tuple[str, str]:
+    """A name and the number of its group, "" for all layers."""
+    value, _, group = name.partition(AT)
+    return value, group
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,14 @@ class Remat:
                 f"saved=None keeps everything on the device, which contradicts "
                 f"offloaded={self.offloaded}; name what to save"
             )
-        both = sorted({*(self.saved or ())} & {*self.offloaded})
+        kept, away = (self.saved or ()), self.offloaded
+        # A name of all layers is that of each group too.
+        both = {name for name in kept if {name, parted(name)[0]} & {*away}}
+        both |= {name for name in away if parted(name)[0] in kept}
         if both:
-            raise InputError(f"saved and offloaded both name {both}; keep each name in one of them")
+            raise InputError(
+                f"saved and offloaded both name {sorted(both)}; keep each name in one of them"
+            )
 
     def checkpoint(
         self,
@@ -112,9 +127,72 @@ POLICIES: dict[str, Remat] = {
 }
 FULL, KEEP_ALL = POLICIES["full"], POLICIES["none"]
 
+# Names that a policy which is spelled out can have. The input of a layer is kept by another field,
+# `save_decoder_layer_input`.
+KEPT = (*QUERY_KEY_VALUE, OUT, *HIDDEN)
+OFFLOADED = (*KEPT, LAYER_INPUT)
+_KNOWN = {"keep": KEPT, "offload": OFFLOADED}
+
+
+def remat_of(text: str) -> Remat:
+    """The policy that `pipeline.remat` stands for: one of `POLICIES` by its name, or one that is
+    spelled out, such as `keep:out_proj+mlp_up/offload:query_proj`.
+
+    Raises InputError for an unknown policy, and for names that cannot be kept or offloaded.
+    """
+    if not isinstance(text, str) or ":" not in text:
+        one_of("remat", text, POLICIES)
+        return POLICIES[text]
+    names: dict[str, tuple[str, ...]] = {}
+    for part in text.split("/"):
+        word, _, joined = part.partition(":")
+        if word not in _KNOWN or word in names:
+            raise InputError(
+                f"pipeline.remat={text}: {part!r} is not of the form keep:NAME+NAME or "
+                "offload:NAME+NAME, each once; write for example "
+                f"keep:{OUT}/offload:{LAYER_INPUT}"
+            )
+        names[word] = tuple(dict.fromkeys(joined.split("+")))
+        for name, group in map(parted, names[word]):
+            if (group and name not in KEPT) or group == "0" or not f"{group}0".isdecimal():
+                raise InputError(
+                    f"pipeline.remat={text}: {name}{AT}{group} is not a group of layers; write "
+                    f"the name of a value with a number from 1 on, for example {OUT}{AT}1"
+                )
+            if name not in _KNOWN[word]:
+                cure = nearest(name, _KNOWN[word])
+                raise InputError(f"pipeline.remat={text}: {word} has no {name!r}; {cure}")
+    return Remat(names.get("keep", ()), names.get("offload", ()))
+
+
+def of_group(function: Callable[_Args, _Result], group: int) -> Callable[_Args, _Result]:
+    """The function, whose named values have the name of their group of layers too."""
+
+    # A function of its own for each group, because JAX keeps what it traced of one.
+    @functools.wraps(function)
+    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        token = _GROUP.set(group)
+        try:
+            return function(*args, **options)
+        finally:
+            _GROUP.reset(token)
+
+    return call
+
+
+def spelled_out(remat: Remat) -> str:
+    """The inverse of `remat_of`: the name of a policy that has one, else its names."""
+    for name, known in POLICIES.items():
+        if known == remat:
+            return name
+    parts = {"keep": remat.saved or (), "offload": remat.offloaded}
+    return "/".join(f"{word}:{'+'.join(names)}" for word, names in parts.items() if names)
+
 
 def named(x: Array, name: str) -> Array:
     from jax.ad_checkpoint import checkpoint_name
 
     result: Array = checkpoint_name(x, name)
+    if group := _GROUP.get():
+        result = checkpoint_name(result, f"{name}{AT}{group}")
     return result

@@ -1,4 +1,4 @@
-"""Frozen configs of the training and the whole; each checks its values when it is made.
+"""The frozen config of the whole, which checks what its parts must have in common.
 
 The mesh is not part of `Config`; `Config.check_mesh` says why a mesh does not fit.
 """
@@ -6,118 +6,16 @@ The mesh is not part of `Config`; `Config.check_mesh` says why a mesh does not f
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
-from nnx_pipeline.config._fields import MOST_PARAMETERS, MOST_TOKENS, check_choices
-from nnx_pipeline.config.model import ModelConfig, count_parameters
+from nnx_pipeline.config._fields import MOST_PARAMETERS
+from nnx_pipeline.config._stage_layers import numbers_in
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config.parameter_count import count_parameters
 from nnx_pipeline.config.pipeline import PipelineConfig
+from nnx_pipeline.config.train import TrainConfig
 from nnx_pipeline.lab import errors
 from nnx_pipeline.lab.errors import InputError, counted, do_not_split
 from nnx_pipeline.lab.mesh import MeshConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The batch, the loss and the AdamW optimizer.
-
-    Raises InputError for values that are out of range or contradict each other.
-    """
-
-    global_batch: int = 16
-    """Sequences of one training step, over all devices and microbatches."""
-    sequence_length: int = 1024
-    """Tokens of a sequence."""
-    learning_rate: float = 3e-4
-    """Learning rate of AdamW, the same at every step."""
-    adam_b1: float = 0.9
-    """Decay rate of the first moment of the gradients."""
-    adam_b2: float = 0.95
-    """Decay rate of the second moment of the gradients."""
-    adam_eps: float = 1e-8
-    """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, applied to every parameter."""
-    clip_norm: float | None = 1.0
-    """The largest global norm of the gradients; larger ones are scaled down. None scales none."""
-    loss_chunks: int = 8
-    """Number of pieces into which the cross-entropy cuts the sequence; divides its length.
-
-    The logits of one piece exist at a time. `schedule=1f1b` computes the loss of each microbatch
-    apart, and cuts it into fewer pieces, see `loss_chunks_of`.
-    """
-
-    load_balance_weight: float = 0.0
-    """Weight in the loss of the router's load-balance loss, averaged over layers and microbatches.
-
-    Where it is above 0, the number of microbatches is part of the loss: on a mesh with stages
-    `pipeline.num_microbatches` must then be given. The metrics report the load balance of the
-    microbatches, whatever its weight.
-    """
-
-    router_z_loss_weight: float = 0.0
-    """Weight in the loss of the router's z-loss, averaged over layers and tokens.
-
-    It is the mean of the squared logarithm of the sum of the exponentials of a token's logits
-    (ST-MoE, Zoph et al., 2022), which keeps these small; the authors take 0.001.
-    """
-
-    dropout_seed: int = 0
-    """Seed of dropout, 0 to 2**32 - 1; masks depend on it, the step, the layer and the sequence."""
-    grad_dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of the gradients that the optimizer gets; None for the dtype of the parameters.
-
-    Where the loop over microbatches adds gradients up itself (`PipelineConfig.accumulates`:
-    `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), gradients are also
-    accumulated, and summed over `data`, in this dtype. `fsdp_gather=prefetch` sums over `fsdp` in
-    this dtype too. The other values sum the gradients of each visit over `fsdp` in the dtype of the
-    model, and `step` with `shard_optimizer_over_data` also over `data`. Elsewhere gradients are
-    cast when they are complete; but `shard_optimizer_over_data` sums the gradients of the layers
-    over `data` in this dtype. The optimizer's moments keep the dtype of the parameters.
-    """
-
-    shard_optimizer_over_data: bool = False
-    """Whether the optimizer's state is sharded over the mesh axis `data` (ZeRO-1).
-
-    Each device along `data` gets its shard of the gradients by reduce-scatter and computes the
-    updates of that shard of the parameters, which are then gathered. Where in the loop gradients
-    become shards depends on `PipelineConfig.fsdp_gather`. It has no effect on a mesh with data=1.
-    """
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        errors.whole(self, "global_batch", "sequence_length", "loss_chunks")
-        tokens = self.global_batch * self.sequence_length
-        if tokens > MOST_TOKENS:
-            raise InputError(
-                f"a batch of {self.global_batch:,} sequences (train.global_batch) of "
-                f"{self.sequence_length:,} tokens (train.sequence_length) has {tokens:,} tokens; "
-                f"choose {MOST_TOKENS:,} or less"
-            )
-        errors.at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay")
-        errors.at_least(self, 0.0, "load_balance_weight", "router_z_loss_weight")
-        seed = self.dropout_seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
-        for name in ("adam_b1", "adam_b2"):
-            if not 0 <= errors.number(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.clip_norm is not None and errors.number(self, "clip_norm") <= 0:
-            raise InputError(
-                f"clip_norm={self.clip_norm!r} must be above 0; set it to None to clip nothing"
-            )
-        length, chunks = self.sequence_length, self.loss_chunks
-        rule = f"sequence_length={length} does not split into loss_chunks={chunks} pieces"
-        cure = "or set train.loss_chunks to a number that divides it, such as 1"
-        errors.divides(chunks, length, rule=rule, cure=cure)
-
-    def loss_chunks_of(self, microbatches: int) -> int:
-        """The number of pieces for one of so many microbatches.
-
-        It is the smallest divisor of the sequence's length with which a piece has no more tokens
-        than one of the whole batch.
-        """
-        fewest = -(-self.loss_chunks // microbatches)
-        return next(n for n in range(fewest, self.loss_chunks + 1) if self.sequence_length % n == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +43,11 @@ class Config:
             )
         if self.pipeline.num_microbatches is not None:
             self._check_batch(self.pipeline.num_microbatches)
+        if self.train.master_dtype == self.model.param_dtype:
+            raise InputError(
+                f"train.master_dtype={self.train.master_dtype!r} is what the parameters are stored "
+                "in already; leave it at None, or set model.param_dtype to bfloat16"
+            )
         for name in ("load_balance_weight", "router_z_loss_weight"):
             weight = getattr(self.train, name)
             if self.model.num_experts == 1 and weight > 0:
@@ -176,8 +79,10 @@ class Config:
         return f"for the batch, or pipeline.num_microbatches={nearest}"
 
     def layers_per_stage(self, stages: int) -> int:
-        """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
-        return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
+        """The most layers that one of `stages` stages applies to a microbatch per visit."""
+        numbers = numbers_in(self.pipeline.stage_layers)
+        even = -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
+        return even if not numbers or stages == 1 else max(numbers)
 
     def for_batch(self, batch: int, length: int | None = None) -> "Config":
         """The same config with a global batch of `batch` sequences of `length` tokens, if not None.
@@ -210,14 +115,14 @@ class Config:
         The divisor must divide the size, and the rule is the text that says so.
         """
         model, repeats = self.model, self.pipeline.num_repeats
-        if not self.pipeline.pad_layers:
+        if self.pipeline.stage_layers is None:
             dense = f" - num_dense_layers={model.num_dense_layers}"
             which = f"{model.num_layers}{dense if model.num_dense_layers else ''}"
             parts = f"{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}"
             rule = f"model.num_layers={which} does not split into {parts}"
             yield mesh.stage * repeats, model.num_pipeline_layers, rule
             kinds, per_stage = len(model.of_kinds), self.layers_per_stage(mesh.stage)
-            rule = f"{do_not_split(per_stage, 'layer')} by model.full_attention_every={kinds}"
+            rule = f"{do_not_split(per_stage, 'layer')} by {kinds} kinds that take turns"
             yield kinds, per_stage, f"on a stage {rule}"
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)

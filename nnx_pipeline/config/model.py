@@ -9,6 +9,7 @@ from nnx_pipeline.config._model_rules import OF_ROUTER, check_together
 from nnx_pipeline.lab import errors
 from nnx_pipeline.lab.errors import InputError
 
+Activation = Literal["silu", "gelu_tanh", "clamped_swish"]  # keys of `ops.mlp.ACTIVATIONS`
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -66,7 +67,11 @@ class ModelConfig:
     q_lora_rank: int | None = None
     """Width of the latent vector from which queries are made; None makes them from the stream."""
     rope_head_dim: int | None = None
-    """How many numbers of a head are rotated, with `kv_lora_rank`; their key is the same in all."""
+    """How many numbers of a head are rotated; None for all of them.
+
+    With `kv_lora_rank` it is the last ones, whose key is the same in all heads; else the first.
+    """
+
     value_head_dim: int | None = None
     """Width of a value head, with `kv_lora_rank`."""
     num_experts: int = 1
@@ -79,6 +84,14 @@ class ModelConfig:
     """Dtype in which parameters are stored: `bfloat16`, `float16` or `float32`."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in every RMSNorm."""
+    latent_norm_epsilon: float | None = None
+    """The same in the norms of latent vectors (`kv_lora_rank`); None for `norm_epsilon`."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Where a layer has norms: `before` attention and feed-forward, `after` them, or `both`.
+
+    The second ones normalise what is added to the residual stream (OLMo 2; both in Gemma 2).
+    """
+
     norm_scale_offset: float = 0.0
     """Added to the scale of every RMSNorm; 1.0 for models whose scale is stored around 0."""
     rope_theta: float = 1e6
@@ -90,6 +103,8 @@ class ModelConfig:
     whose pairs are never neighbours, query and key are reordered when it is read and written.
     """
 
+    rope_window_theta: float | None = None
+    """`rope_theta` of layers with a `sliding_window`, which have no `rope_scaling` (Gemma 3)."""
     rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
     """How the rotary angles are slowed down for longer sequences; None leaves them as they are.
 
@@ -98,7 +113,7 @@ class ModelConfig:
     `rope_low_frequency` turns or less, and leave a pair with `rope_high_frequency` turns or more.
     Between the two they take a mean, weighted by the number of turns or by the number of the pair,
     see `ops.self_attention.rotary.timescales`. The factor of `yarn` on the scores is part of
-    `attention_scale`.
+    `attention_scale` in DeepSeek's models, and in others `rope_amplitude` gives it.
     """
 
     rope_factor: float | None = None
@@ -109,13 +124,41 @@ class ModelConfig:
     """Turns in the original length up to which `llama3` and `yarn` slow a pair down in full."""
     rope_high_frequency: float | None = None
     """Turns in the original length from which on `llama3` and `yarn` leave a pair as it is."""
+    rope_truncate: bool = True
+    """Whether `yarn` rounds the numbers of the pairs at its two limits outwards; not in GPT-OSS."""
+    rope_amplitude: float = 1.0
+    """Multiplies the rotated numbers of queries and keys, and so their part of a score twice.
+
+    It is 0.1 · ln(factor) + 1 in models with `yarn` that are not DeepSeek's.
+    """
+
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
+    qk_norm_over_heads: bool = False
+    """Whether the mean in these norms is over all heads together, each with a scale of its own."""
+    activation: Activation = "silu"
+    """What is applied to the gate of the MLP and of experts; `gelu_tanh` in Gemma.
+
+    `clamped_swish` is g · sigmoid(1.702 g) · (u + 1) with g at most 7 and u within 7 (GPT-OSS).
+    """
+
+    embedding_scale: float = 1.0
+    """Multiplies the embedding of a token: embed_dim^0.5 in Gemma."""
+    residual_scale: float = 1.0
+    """Multiplies what attention and feed-forward add to the residual stream (Granite)."""
+    logits_divisor: float = 1.0
+    """Divides the logits, before their soft cap (Granite)."""
     attention_bias: Literal["qkv", "all"] | None = None
     """Which projections of attention have a bias; None for none of them.
 
     `qkv`: query, key and value have one (Qwen2). `all`: the output has one too (GPT-OSS). A bias is
     added right after the product, before the norm of `qk_norm`.
+    """
+
+    attention_sinks: bool = False
+    """Whether each head has a score that every query reads beside those of keys, without a value.
+
+    It takes a part of the softmax (GPT-OSS), and needs `attention="dot_product"`.
     """
 
     attention_soft_cap: float | None = None
@@ -171,8 +214,16 @@ class ModelConfig:
 
     With n it is the layers n - 1, 2n - 1, …, counted from 0 (2 as in GPT-OSS, 6 as in Gemma 3).
     Each stage then has a multiple of n layers, and in the model's `pipeline.layers`, which is a
-    list, the j-th stack has the layers j, n + j, …. None gives all layers the same window. Models
-    with `num_dense_layers` do not have it.
+    list, the j-th stack has the layers j, n + j, …. Where n does not divide the layers, the list
+    has one stack for each layer, and the model one stage. None gives all layers the same window.
+    Models with `num_dense_layers` do not have it.
+    """
+
+    full_attention_first: int = 0
+    """How many of the first layers read all tokens before them, without the `sliding_window`.
+
+    It is the `max_window_layers` of Qwen's models. The model then has one stage, and a stack for
+    each layer.
     """
 
     quantization: Literal["int8", "fp8"] | None = None
@@ -230,11 +281,16 @@ class ModelConfig:
     MaxText computes so unless its `model_name` begins with `deepseek3`.
     """
 
+    router_logits_bias: bool = False
+    """Whether a bias per expert is added to the router's logits (GPT-OSS)."""
+    expert_bias: bool = False
+    """Whether the three products of each expert have biases (GPT-OSS); needs `dense` experts."""
     router_groups: int = 1
-    """Groups of consecutive experts that the router chooses from first; needs `sigmoid` scores.
+    """Groups of consecutive experts that the router chooses from first.
 
-    The experts of a token are chosen from the `router_groups_per_token` groups in which the two
-    largest scores have the largest sum (DeepSeek-V3).
+    The experts of a token are chosen from the `router_groups_per_token` best groups: with `sigmoid`
+    scores those in which the two largest have the largest sum (DeepSeek-V3), with `softmax` those
+    that have the largest score (DeepSeek-V2).
     """
 
     router_groups_per_token: int = 1
@@ -266,11 +322,23 @@ class ModelConfig:
     @property
     def of_kinds(self) -> tuple["ModelConfig", ...]:
         """The configs of the layers of a stage, which take turns in this order."""
-        if self.full_attention_every is None:
+        every, first = self.full_attention_every, self.full_attention_first
+        if every is None and not first:
             return (self,)
-        windowed = dataclasses.replace(self, full_attention_every=None)
+        windowed = dataclasses.replace(self, full_attention_every=None, full_attention_first=0)
         full = dataclasses.replace(windowed, sliding_window=None)
-        return (*[windowed] * (self.full_attention_every - 1), full)
+        cycle = every if every and self.num_layers % every == 0 else self.num_layers
+        whole = (
+            layer < first or bool(every and (layer + 1) % every == 0) for layer in range(cycle)
+        )
+        return tuple(full if each else windowed for each in whole)
+
+    @property
+    def of_latent_norms(self) -> "ModelConfig":
+        """The config of the norms of latent vectors."""
+        if self.latent_norm_epsilon is None:
+            return self
+        return dataclasses.replace(self, norm_epsilon=self.latent_norm_epsilon)
 
     @property
     def of_dense_layers(self) -> "ModelConfig":
@@ -278,7 +346,6 @@ class ModelConfig:
         return dataclasses.replace(
             self,
             num_layers=self.num_dense_layers,
-            full_attention_every=None,
             num_dense_layers=0,
             mlp_dim=self.dense_mlp_dim or self.mlp_dim,
             dense_mlp_dim=None,
@@ -333,8 +400,14 @@ class ModelConfig:
             )
         errors.at_least(self, 0.0, "norm_epsilon")
         errors.number(self, "norm_scale_offset")
-        errors.above_zero(self, "rope_theta", "attention_scale")
-        for name in ("attention_soft_cap", "logits_soft_cap"):
+        errors.above_zero(self, "rope_theta", "rope_amplitude", "attention_scale")
+        errors.above_zero(self, "embedding_scale", "residual_scale", "logits_divisor")
+        for name in (
+            "attention_soft_cap",
+            "logits_soft_cap",
+            "latent_norm_epsilon",
+            "rope_window_theta",
+        ):
             if getattr(self, name) is not None:
                 errors.above_zero(self, name)
         if self.tied_head_dtype is not None and not self.tied_embeddings:
@@ -358,49 +431,3 @@ class ModelConfig:
         low, high = (limit for limit in limits if limit is not None)
         assert length is not None, "only rope_scaling=llama3 and yarn have them"
         return length, low, high
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    total: int
-    active: int
-    """What one token passes through: all but the experts that it is not sent to."""
-
-
-def count_parameters(model: ModelConfig) -> ParameterCount:
-    """The number of parameters of a model, computed from its config alone."""
-    expert = 3 * model.embed_dim * model.mlp_dim
-    router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
-    router += model.num_experts if model.router_bias else 0
-    attention = _attention(model)
-    shared = attention + router + model.num_shared_experts * expert
-    dense = model.num_dense_layers * (attention + 3 * model.embed_dim * (model.dense_mlp_dim or 0))
-    tables = 1 if model.tied_embeddings else 2
-    outside = tables * model.vocab_size * model.embed_dim + model.embed_dim
-
-    def with_experts(experts: int) -> int:
-        return outside + dense + model.num_pipeline_layers * (shared + experts * expert)
-
-    return ParameterCount(
-        with_experts(model.num_experts), with_experts(model.num_experts_per_token)
-    )
-
-
-def _attention(model: ModelConfig) -> int:
-    """With the norms of the layer."""
-    norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
-    if model.kv_lora_rank is None:
-        heads = 2 * (model.num_heads + model.num_kv_heads)
-        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
-        biases += model.embed_dim if model.attention_bias == "all" else 0
-        biases = biases if model.attention_bias else 0
-        return heads * model.embed_dim * model.head_dim + biases + norms
-    rank, value_dim = model.kv_lora_rank, model.value_head_dim or 0
-    source, query = model.embed_dim, 0
-    if model.q_lora_rank is not None:
-        source, query = model.q_lora_rank, model.embed_dim * model.q_lora_rank + model.q_lora_rank
-    query += source * model.num_heads * model.head_dim
-    plain = model.head_dim - model.rope_dim
-    keys = model.embed_dim * (rank + model.rope_dim) + rank
-    keys += rank * model.num_heads * (plain + value_dim)
-    return query + keys + model.num_heads * value_dim * model.embed_dim + norms

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.config._fields import MOST_MICROBATCHES, MOST_PARTS, check_choices
-from nnx_pipeline.config._remat import LAYER_INPUT, POLICIES
+from nnx_pipeline.config._fields import MOST_LAYERS, MOST_MICROBATCHES, MOST_PARTS, check_choices
+from nnx_pipeline.config._remat import LAYER_INPUT, parted, remat_of
+from nnx_pipeline.config._stage_layers import numbers_in
 from nnx_pipeline.lab.errors import InputError, whole
 
 
@@ -32,11 +33,15 @@ class PipelineConfig:
     A circular schedule with one repeat is the plain pipeline.
     """
 
-    pad_layers: bool = False
-    """Whether layers that do not divide into stages and repeats are padded to a number that does.
+    stage_layers: str | None = None
+    """How many layers each stage has in each repeat; None means equally many, or an error.
 
-    The places after the last layer hold parameters and take as long as other layers, but their
-    results are discarded. If not, such a number of layers is an error.
+    `auto` spreads layers that do not divide, so that a step has as few ticks as possible with one
+    layer more. Or a list such as `3,4,4,3`: a number for each stage, repeat after repeat, in the
+    order in which a microbatch passes them. Every stage holds parameters for as many layers as the
+    largest number. The places without a layer are padding: they compute what is discarded, except
+    that the circular schedule leaves out a place at ticks at which no stage is in a repeat that has
+    a layer there.
     """
 
     schedule: Literal["circular", "1f1b"] = "circular"
@@ -64,28 +69,37 @@ class PipelineConfig:
 
     sharding: Literal["explicit", "auto"] = "explicit"
     """The kind of mesh axes that the commands make; `make_mesh(…, sharding=…)` in Python."""
-    remat: Literal[
-        "full",
-        "save_out_proj",
-        "save_qkv_proj",
-        "save_dot_except_mlp",
-        "minimal",
-        "inputs_offloaded",
-        "qkv_proj_offloaded",
-        "minimal_offloaded",
-        "none",
-    ] = "full"
+    remat: str = "full"
     """What the backward pass keeps, beside the input of a stage at each tick.
 
-    A name from `remat.POLICIES`, where the comments say what compilers do with offloaded values.
-    With `inputs_offloaded` it keeps the inputs of layers in host memory, and nothing in the
-    device's.
+    `full`, `save_out_proj`, `save_qkv_proj`, `save_dot_except_mlp`, `minimal`, `inputs_offloaded`,
+    `qkv_proj_offloaded`, `minimal_offloaded` or `none`, whose meanings are in `remat.POLICIES`; or
+    names of values, as in `keep:query_proj+out_proj/offload:decoder_layer_input`. What is offloaded
+    is kept in host memory, and all other values are computed again. The names are `query_proj`,
+    `key_proj`, `value_proj`, `out_proj`, `mlp_gate` and `mlp_up`, and for `offload` also
+    `decoder_layer_input`. `nnx-pipeline fit PRESET --over remat` searches for the fastest choice.
+    """
+
+    remat_groups: int = 1
+    """Into how many groups the layers of a stage are divided, one after the other in turn.
+
+    Names in `remat` may then be those of one group: with 4 groups `keep:mlp_up@1` keeps the value
+    in the first layer of every four. Layers in a loop are taken together, a layer of each group.
+    Dense layers before layers with experts are in none.
     """
 
     save_decoder_layer_input: bool = True
     """Whether the backward pass also keeps the input of each layer, where a stage has several.
 
     If not, it computes these inputs again, which runs the layers before them once more.
+    """
+
+    unrolled_layers: int = 4
+    """Up to so many layers of a stage are unrolled into the program; more run in a loop.
+
+    Unrolled layers compute less, because each has weights and gradients in arrays of its own. They
+    take longer to compile, and with 1F1B or `backward=accumulate` more memory. Any number is
+    unrolled under a policy of `remat` that offloads.
     """
 
     batch_split: int = 1
@@ -123,6 +137,9 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         whole(self, "num_repeats")
+        numbers_in(self.stage_layers)
+        whole(self, "unrolled_layers", most=MOST_LAYERS)
+        whole(self, "remat_groups", most=MOST_LAYERS)
         whole(self, "batch_split", most=MOST_PARTS)
         if self.num_microbatches is not None:
             whole(self, "num_microbatches", most=MOST_MICROBATCHES)
@@ -131,7 +148,14 @@ class PipelineConfig:
                 f"pipeline.fsdp_gather={self.fsdp_gather} adds gradients up over ticks, which "
                 "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
             )
-        if LAYER_INPUT in POLICIES[self.remat].offloaded and not self.save_decoder_layer_input:
+        remat = remat_of(self.remat)
+        for name in (*(remat.saved or ()), *remat.offloaded):
+            if int(parted(name)[1] or 0) > self.remat_groups:
+                raise InputError(
+                    f"pipeline.remat={self.remat} names {name}, but there are "
+                    f"pipeline.remat_groups={self.remat_groups}; set as many groups"
+                )
+        if LAYER_INPUT in remat.offloaded and not self.save_decoder_layer_input:
             raise InputError(
                 f"pipeline.remat={self.remat} sends the input of each layer to the host, which "
                 "pipeline.save_decoder_layer_input=False would not keep; leave that out"

@@ -4,8 +4,9 @@ import importlib.resources
 import tomllib
 from typing import Any
 
-from nnx_pipeline.config.config import Config, TrainConfig
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config.train import TrainConfig
 from nnx_pipeline.lab.errors import InputError, nearest
 
 

@@ -10,6 +10,7 @@ import click
 
 from nnx_pipeline.config._overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.config import Config, to_dict
+from nnx_pipeline.lab import _files as files
 from nnx_pipeline.lab._cli import options
 from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import compiler_errors
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """The values of `--checkpoint` and `--config`."""
+    """The values of `--checkpoint`, `--config` and `--adapter`."""
 
     checkpoint: str
     config_name: str | None
+    adapter: str | None
 
     def config(self, chosen: Chosen, offered: Checkpoints) -> Config:
         """The config of the model: of `--config`, of `--model`, or of the checkpoint itself."""
@@ -138,6 +140,9 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         help="The config of the model, where the checkpoint does not hold it: a MaxText YAML, a "
         "YAML with model, pipeline and train, or a preset.",
     ),
+    click.option(
+        "--adapter", metavar="DIR", help="An adapter of PEFT (LoRA) to merge into the weights."
+    ),
 )
 @options.config_options(required=False)
 @bundled(
@@ -228,6 +233,8 @@ def generate_command(
     request = drawing.request(prompts.tokens(tokenizer), tokenizer.end_tokens if tokenizer else ())
     request.check(model_config.vocab_size, model_config.max_position_embeddings)
     check_generation(config, place.mesh_config, request.length + request.new_tokens)
+    if stored.adapter is not None:
+        files.place(stored.adapter)  # so that an address is refused before anything is shown
     devices = place.devices()
     check_platform(model_config.attention, devices[0].platform)
     for sentence in stored.departures(config, offered):
@@ -236,7 +243,7 @@ def generate_command(
         grid = place.grid(devices, config.pipeline.sharding)
         with progress() as begin:
             begin(f"loading {stored.checkpoint}")
-            model = offered.load(stored.checkpoint, config, mesh=grid)
+            model = offered.load(stored.checkpoint, config, mesh=grid, adapter=stored.adapter)
         with jax.set_mesh(grid), bar("generating", request.new_tokens, "compiling") as advance:
             made = generate(model, request, progress=lambda: advance("tokens"))
     texts = [tokenizer.decode(tokens) if tokenizer else None for tokens in made]
@@ -248,5 +255,6 @@ def generate_command(
     for ids, tokens, text in zip(request.prompts, made, texts, strict=True):
         ended = tokens[-1] in request.end_tokens
         results.append({"prompt_tokens": list(ids), "tokens": tokens, "text": text, "ended": ended})
-    about = {"checkpoint": stored.checkpoint, "mesh": place.mesh_config.sizes()}
-    emit_json(json_path, {"schema": 1, **about, "config": to_dict(config), "results": results})
+    about = {**vars(stored), "mesh": place.mesh_config.sizes(), "config": to_dict(config)}
+    del about["config_name"]
+    emit_json(json_path, {"schema": 1, **about, "results": results})

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from nnx_pipeline.lab._files import local, read_regular
+from nnx_pipeline.lab._files import place, read_regular
 from nnx_pipeline.lab.errors import InputError, once, optional, unparsed
 from nnx_pipeline.train._text import BYTE_VALUES, END
 
@@ -51,7 +51,7 @@ class FromFile:
     def __init__(self, path: Path) -> None:
         tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
         try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
         self.vocab_size = self._tokenizer.get_vocab_size()
@@ -70,7 +70,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
     - `name`: `bytes`, or a `tokenizer.json` or the folder of one; None for the `tokenizer.json` of
       the checkpoint, or where there is none for bytes if the vocabulary is that of bytes.
     """
-    if name is None and (local(checkpoint) / FILE).is_file():
+    if name is None and (place(checkpoint) / FILE).is_file():
         name = checkpoint
     if name is None and vocab_size != BYTE_VALUES:
         raise InputError(
@@ -80,7 +80,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
     if name in (None, "bytes"):
         tokenizer: Tokenizer = Bytes()
     else:
-        path = local(str(name))
+        path = place(str(name))
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
             raise InputError(

@@ -208,7 +208,7 @@ def generation_config(config: Config) -> Config:
         )
     pipeline = PipelineConfig(
         num_repeats=config.pipeline.num_repeats,
-        pad_layers=config.pipeline.pad_layers,
+        stage_layers=config.pipeline.stage_layers,
         sharding=config.pipeline.sharding,
     )
     return Config(model=config.model, pipeline=pipeline)

@@ -24,7 +24,10 @@ from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 def kernel_of(
-    config: ModelConfig, cache: KeyValueCache | None = None, positions: Array | None = None
+    config: ModelConfig,
+    cache: KeyValueCache | None = None,
+    positions: Array | None = None,
+    sinks: Array | None = None,
 ) -> Kernel:
     """What computes the heads of a model from query, key and value; it uses the cache."""
     options = Options(
@@ -32,6 +35,7 @@ def kernel_of(
         window=config.sliding_window,
         block=config.attention_block,
         soft_cap=config.attention_soft_cap,
+        sinks=sinks,
     )
     kernel = functools.partial(KERNELS[config.attention], options=options)
     return kernel if cache is None else cache.through(kernel, positions, options)
@@ -66,12 +70,20 @@ class Attention(nnx.Module):
         self.key_bias = bias((groups, head_dim), of_group[1:]) if inside else None
         self.value_bias = bias((groups, head_dim), of_group[1:]) if inside else None
         self.out_bias = bias((embed,), ("norm",)) if outside else None
-        norm = functools.partial(
-            RMSNorm, config, rngs=rngs, width=head_dim, axis="head_dim", layout=layout
-        )
-        self.query_norm = norm(start=query_gain(config)) if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
+        self.sinks = bias((heads,), ("heads",)) if config.attention_sinks else None
+        self.query_norm = self._norm(heads, "heads", rngs, query_gain(config))
+        self.key_norm = self._norm(groups, "kv_heads", rngs)
         self.cache: KeyValueCache | None = nnx.data(None)
+
+    def _norm(self, heads: int, axis: str, rngs: nnx.Rngs, start: float = 1.0) -> RMSNorm | None:
+        """The norm of each query or key, or of those of all heads together."""
+        config, layout = self.config, self.layout
+        if not config.qk_norm:
+            return None
+        norm = functools.partial(RMSNorm, config, rngs=rngs, start=start, layout=layout)
+        if not config.qk_norm_over_heads:
+            return norm(width=config.head_dim, axis="head_dim")
+        return norm(width=(heads, config.head_dim), axis=(axis, "head_dim"))
 
     def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
         """An empty cache for this layer, which reads and writes it once it is its `cache`."""
@@ -90,6 +102,7 @@ class Attention(nnx.Module):
         stored of the tokens before it, see `KeyValueCache`.
         """
         config = self.config
+        sinks = None if self.sinks is None else self.sinks[...]
         kernels = (self.query[...], self.key[...], self.value[...], self.out[...])
         biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
         added = Biases(*(None if bias is None else bias[...] for bias in biases))
@@ -98,7 +111,7 @@ class Attention(nnx.Module):
             Projections(*kernels, added, product_of(config)),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config, self.cache, positions),
+            kernel=kernel_of(config, self.cache, positions, sinks),
             query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

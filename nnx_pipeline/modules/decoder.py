@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config._remat import POLICIES
+from nnx_pipeline.config._remat import remat_of
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.lab.errors import InputError, kind_of
@@ -91,7 +91,11 @@ class Decoder:
         read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
         x = self._embed((self.outer.table, self.outer.early_layers), read, batches.axes)
         x, metrics = self.run_layers(x, side, keys=keys)
-        return self.outer.norm(self.outer.scale, x), RouterMetrics.unpacked(metrics)
+        return self._last_norm(self.outer.scale, x), RouterMetrics.unpacked(metrics)
+
+    def _last_norm(self, scale: PyTree, x: Array) -> Array:
+        """What the head reads, divided by `logits_divisor` here, where arrays are smaller."""
+        return _times(self.outer.norm(scale, x), 1.0 / self.config.model.logits_divisor)
 
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
@@ -145,9 +149,12 @@ class Decoder:
 
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            return entropy_of(self.outer.norm(scale, x), head, wanted)
+            return entropy_of(self._last_norm(scale, x), head, wanted)
 
-        first, last = (self.outer.table, self.outer.early_layers), (self.outer.scale, head)
+        early = self.outer.early_layers
+        if self.outer.early is not None:
+            early = self.outer.early.shared_by_stages(early)
+        first, last = (self.outer.table, early), (self.outer.scale, head)
         model_ends = ModelEnds(enter, first, leave, last, lift)
         inputs = ((tokens, self._early_side(side, keys)), wanted)
         loss, (entropy, metrics) = self.run_loss(
@@ -165,6 +172,7 @@ class Decoder:
         (table, layers), (tokens, side) = weights, read
         spec = self.runner.layout.spec(*batch_axes, None, None)
         x = constrain(self.outer.embed(table, tokens, spec), spec)
+        x = _times(x, self.config.model.embedding_scale)
         return x if self.outer.early is None else self.outer.early(layers, x, side, batch_axes)
 
     def _entropy(
@@ -183,6 +191,10 @@ class Decoder:
             if array is not None:
                 _check_array(name, array, tokens.shape)
         self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh(), tokens.shape[1])
+
+
+def _times(x: Array, scale: float) -> Array:
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def _check_array(
@@ -215,7 +227,7 @@ _ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many 
 
 def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
     """What runs the dense first layers of a model, see `EarlyLayers`."""
-    model, remat = config.model, POLICIES[config.pipeline.remat]
+    model, remat = config.model, remat_of(config.pipeline.remat)
     return EarlyLayers(model.num_dense_layers, model.num_pipeline_layers, layout, copied, remat)
 
 
@@ -239,7 +251,7 @@ class Mixtral(nnx.Module):
         model, weights = config.model, weight_options(config)
         layout = layout.for_vocabulary(model.vocab_size, model.embed_dim, weights.zero1)
         self.embedding = Embed(model, rngs=rngs, layout=layout)
-        remat = POLICIES[config.pipeline.remat]
+        remat = remat_of(config.pipeline.remat)
 
         def layer_of(model: ModelConfig) -> Callable[[nnx.Rngs], DecoderLayer]:
             return lambda rngs: DecoderLayer(model, rngs=rngs, layout=layout, remat=remat)

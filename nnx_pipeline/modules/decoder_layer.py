@@ -12,7 +12,7 @@ from nnx_pipeline.modules.latent_attention import LatentAttention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.ops._residual import add_to_stream, two_updates
+from nnx_pipeline.ops._residual import add_to_stream, two_updates, update_of
 from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline.metrics import MicrobatchMean
 from nnx_pipeline.sharding.layout import Layout
@@ -20,6 +20,9 @@ from nnx_pipeline.sharding.layout import Layout
 
 class DecoderLayer(nnx.Module):
     """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates.
+
+    `config.norm_placement` says where the norms are, and `config.residual_scale` multiplies both
+    updates.
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
@@ -37,10 +40,16 @@ class DecoderLayer(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.layout, self.dropout_rate = layout, config.dropout_rate
-        self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout)
+        self.residual_scale = config.residual_scale
+
+        def norm(where: str) -> RMSNorm | None:
+            there = config.norm_placement in (where, "both")
+            return RMSNorm(config, rngs=rngs, layout=layout) if there else None
+
+        self.attention_norm, self.attention_post_norm = norm("before"), norm("after")
         attention = Attention if config.kv_lora_rank is None else LatentAttention
         self.attention = attention(config, rngs=rngs, layout=layout)
-        self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout)
+        self.feed_forward_norm, self.feed_forward_post_norm = norm("before"), norm("after")
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:
             self.feed_forward = RoutedMoE(config, rngs=rngs, layout=layout, remat=remat)
@@ -63,15 +72,23 @@ class DecoderLayer(nnx.Module):
         """
 
         def attend(x: Array) -> Array:
-            x = self.attention_norm(x)
-            return self.attention(x, positions=positions, segment_ids=segment_ids)
+            call = functools.partial(self.attention, positions=positions, segment_ids=segment_ids)
+            norms = self.attention_norm, self.attention_post_norm
+            return update_of(x, call, norms, self.residual_scale)
 
         def feed_forward(x: Array) -> tuple[Array, MicrobatchMean | None]:
-            x = self.feed_forward_norm(x)
-            if not isinstance(self.feed_forward, RoutedMoE):
-                return self.feed_forward(x), None
-            mixed, usage = self.feed_forward(x, not_padding(segment_ids))
-            return mixed, MicrobatchMean(usage, router_metrics)
+            reported: list[MicrobatchMean] = []
+
+            def call(x: Array) -> Array:
+                if not isinstance(self.feed_forward, RoutedMoE):
+                    return self.feed_forward(x)
+                mixed, usage = self.feed_forward(x, not_padding(segment_ids))
+                reported.append(MicrobatchMean(usage, router_metrics))
+                return mixed
+
+            norms = self.feed_forward_norm, self.feed_forward_post_norm
+            update = update_of(x, call, norms, self.residual_scale)
+            return update, reported[0] if reported else None
 
         add = functools.partial(
             add_to_stream, keys=keys, rate=self.dropout_rate, layout=self.layout

@@ -35,7 +35,7 @@ class LatentAttention(nnx.Module):
         up = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         back = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
         kernel = functools.partial(parameter, rngs, layout, config.param_dtype)
-        norm = functools.partial(RMSNorm, config, rngs=rngs, layout=layout)
+        norm = functools.partial(RMSNorm, config.of_latent_norms, rngs=rngs, layout=layout)
 
         source, of_query = embed, ("embed", "heads", "head_dim")
         if config.q_lora_rank is not None:

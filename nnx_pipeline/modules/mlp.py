@@ -7,12 +7,12 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops._low_precision import product_of
-from nnx_pipeline.ops._mlp import gated_mlp
+from nnx_pipeline.ops._mlp import GatedKernels, gated_mlp
 from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 class MLP(nnx.Module):
-    """SwiGLU without biases, from `[batch, seq, embed]` to the same.
+    """A gated MLP without biases, from `[batch, seq, embed]` to the same.
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
@@ -37,5 +37,6 @@ class MLP(nnx.Module):
         self.down = kernel(initial, out_of, ("mlp", "embed"))
 
     def __call__(self, x: Array) -> Array:
-        kernels = (self.gate[...], self.up[...], self.down[...])
-        return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
+        kernels = GatedKernels(self.gate[...], self.up[...], self.down[...])
+        product, activation = product_of(self.config), self.config.activation
+        return gated_mlp(x, kernels, product=product, activation=activation, layout=self.layout)

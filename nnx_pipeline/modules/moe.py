@@ -8,7 +8,7 @@ from jaxtyping import Array
 from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.mlp import MLP
-from nnx_pipeline.ops._experts import ExpertKernels
+from nnx_pipeline.ops._experts import ExpertBiases, ExpertKernels
 from nnx_pipeline.ops._moe import MoEKernels, routed_experts
 from nnx_pipeline.ops._router import Usage
 from nnx_pipeline.sharding.layout import Layout, parameter
@@ -49,9 +49,15 @@ class RoutedMoE(nnx.Module):
         self.down = kernel(fan_in, (experts, mlp, embed), out_of)
         if config.router_bias:
             zeros = nnx.initializers.zeros
-            bias = parameter(rngs, layout, "float32", zeros, (experts,), (None,))
+            made = parameter(rngs, layout, "float32", zeros, (experts,), (None,))
             kind = nnx.Param if config.router_bias_in_weights else SelectionBias
-            self.router_bias = kind(bias.get_value(), logical_axes=(None,))
+            self.router_bias = kind(made.get_value(), logical_axes=(None,))
+        bias = functools.partial(kernel, nnx.initializers.zeros)
+        of_experts, wide = config.expert_bias, ("expert", "mlp")
+        self.router_logits_bias = bias((experts,), (None,)) if config.router_logits_bias else None
+        self.gate_bias = bias((experts, mlp), wide) if of_experts else None
+        self.up_bias = bias((experts, mlp), wide) if of_experts else None
+        self.down_bias = bias((experts, embed), ("expert", "norm")) if of_experts else None
         if config.num_shared_experts:
             width = config.num_shared_experts * mlp
             self.shared = MLP(config, rngs=rngs, layout=layout, width=width)
@@ -63,7 +69,11 @@ class RoutedMoE(nnx.Module):
         """
         experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
         bias = self.router_bias[...] if self.config.router_bias else None
-        kernels = MoEKernels(self.router[...], experts, bias)
+        logits_bias = None if self.router_logits_bias is None else self.router_logits_bias[...]
+        parts = (self.gate_bias, self.up_bias, self.down_bias)
+        found = [each[...] for each in parts if each is not None]
+        biases = ExpertBiases(*found) if found else None
+        kernels = MoEKernels(self.router[...], experts, bias, logits_bias, biases)
         mixed, usage = routed_experts(
             x, kernels, real, config=self.config, layout=self.layout, remat=self.remat
         )

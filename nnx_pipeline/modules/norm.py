@@ -11,8 +11,9 @@ from nnx_pipeline.sharding.layout import Layout, parameter
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
-    - `width`: size of that axis; None for the residual stream's.
-    - `axis`: the logical axis of the scale.
+    - `width`: size of that axis, or of several that are normalised together; None for the residual
+      stream's.
+    - `axis`: the logical axis of the scale, or of each of its axes.
     - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
@@ -21,8 +22,8 @@ class RMSNorm(nnx.Module):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs,
-        width: int | None = None,
-        axis: str = "norm",
+        width: int | tuple[int, ...] | None = None,
+        axis: str | tuple[str, ...] = "norm",
         start: float = 1.0,
         layout: Layout = Layout(),
     ) -> None:
@@ -30,7 +31,9 @@ class RMSNorm(nnx.Module):
         self.scale_offset = config.norm_scale_offset
         initial = nnx.initializers.constant(start - self.scale_offset)
         size = config.embed_dim if width is None else width
-        self.scale = parameter(rngs, layout, config.param_dtype, initial, (size,), (axis,))
+        shape = (size,) if isinstance(size, int) else size
+        axes = (axis,) if isinstance(axis, str) else axis
+        self.scale = parameter(rngs, layout, config.param_dtype, initial, shape, axes)
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.scale[...], epsilon=self.epsilon, scale_offset=self.scale_offset)

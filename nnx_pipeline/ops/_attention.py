@@ -67,6 +67,8 @@ class Options:
     window: int | None = None  # see `allowed`
     block: int | None = None  # tokens at a time; None for what the kind finds best
     soft_cap: float | None = None  # the bound of the scores
+    # Scores `[heads]` of a key without a value that every query reads; for `dot_product` alone.
+    sinks: Array | None = None
     interpret: bool = False  # a kernel for TPUs, for tests where there is none
 
 
@@ -96,7 +98,18 @@ def dot_product_attention(
         )
     how = _How(options.window, size, options.soft_cap)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
-    return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)
+    sinks = sinks_in_groups(options.sinks, key.shape[2], grouped)
+    return out_of_groups(_attend(how, query, key, value, segment_ids, sinks), grouped)
+
+
+def sinks_in_groups(
+    sinks: Float[Array, "heads"] | None, kv_heads: int, grouped: jax.sharding.PartitionSpec
+) -> Float[Array, "kv_heads queries_per_key"] | None:
+    if sinks is None:
+        return None
+    spec = out_sharding(jax.sharding.PartitionSpec(grouped[2], None))
+    shape = (kv_heads, sinks.shape[0] // kv_heads)
+    return jax.lax.reshape(sinks.astype(jnp.float32), shape, out_sharding=spec)
 
 
 def cached_attention(
@@ -117,9 +130,8 @@ def cached_attention(
     if options.window is not None:
         readable &= behind < options.window
     how = _How(options.window, 1, options.soft_cap)
-    scores = _scores(how, query, key, readable)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    sinks = sinks_in_groups(options.sinks, key.shape[2], grouped)
+    weights, _, total = _exponentials(_scores(how, query, key, readable), sinks)
     mixed = jnp.einsum("bgqrk,bkgd->bqgrd", weights, value)
     return out_of_groups(mixed / jnp.moveaxis(total, 1, 2).astype(mixed.dtype), grouped)
 
@@ -165,6 +177,7 @@ def out_of_groups(
 
 # Residuals of the derivative: query, key, value, segment ids, the result and the normaliser.
 AttentionResiduals = tuple[Array, Array, Array, Array | None, Array, Array]
+_WithSinks = tuple[AttentionResiduals, Array | None]
 
 
 class _How(NamedTuple):
@@ -176,39 +189,62 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: _How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+def _attend(
+    how: _How,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array | None,
+    sinks: Array | None,
+) -> Array:
     """Attention whose derivative keeps no scores; query and result are in groups."""
     # The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
     # From these the backward pass computes each weight again by one exponential, and takes the sum
     # in the softmax's derivative from the result: Σ_k p · dp is the product of the result and its
     # cotangent (FlashAttention-2, Dao 2023, section 2.3).
-    return _attend_forward(how, query, key, value, segment_ids)[0]
+    return _attend_forward(how, query, key, value, segment_ids, sinks)[0]
 
 
 def _attend_forward(
-    how: _How, query: Array, key: Array, value: Array, segment_ids: Array | None
-) -> tuple[Array, AttentionResiduals]:
+    how: _How,
+    query: Array,
+    key: Array,
+    value: Array,
+    segment_ids: Array | None,
+    sinks: Array | None,
+) -> tuple[Array, _WithSinks]:
     size, length = how.size, query.shape[1]
     every = TokenSpan(0, length, segment_ids)
     readable = allowed(every, every, how.window)
     results, normalisers = [], []
     for start, stop in _blocks(length, size):
         scores = _scores(how, query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
-        largest = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
-        total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+        weights, largest, total = _exponentials(scores, sinks)
         mixed = jnp.einsum("bgqrk,bkgd->bqgrd", weights, value[:, :stop])
         results.append(mixed / jnp.moveaxis(total, 1, 2).astype(mixed.dtype))
         normalisers.append(largest.astype(jnp.float32) + jnp.log(total))
     mixed, normaliser = jnp.concatenate(results, axis=1), jnp.concatenate(normalisers, axis=2)
-    return mixed, (query, key, value, segment_ids, mixed, normaliser)
+    return mixed, ((query, key, value, segment_ids, mixed, normaliser), sinks)
+
+
+def _exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
+    """exp(scores - largest), the largest score of each query, and the sum with that of its sink."""
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is None:
+        weights = jnp.exp(scores - largest)
+        return weights, largest, jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    sink = sinks[None, :, None, :, None].astype(scores.dtype)
+    largest = jnp.maximum(largest, sink)
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    return weights, largest, total + jnp.exp(sink - largest).astype(jnp.float32)
 
 
 def _attend_backward(
-    how: _How, residuals: AttentionResiduals, d_mixed: Array
-) -> tuple[Array, Array, Array, None]:
+    how: _How, residuals: _WithSinks, d_mixed: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
     size = how.size
-    query, key, value, segment_ids, mixed, normaliser = residuals
+    (query, key, value, segment_ids, mixed, normaliser), sinks = residuals
     # The scores depend on nothing that comes late, so that a compiler may compute them long before
     # they are used, and hold them. The barrier makes them wait for the cotangent.
     query, d_mixed = jax.lax.optimization_barrier((query, d_mixed))
@@ -244,7 +280,11 @@ def _attend_backward(
         totals = tuple(map(_added, totals, new)) if totals else tuple(new)
     d_key, d_value = totals
     d_query = jnp.concatenate(d_queries[::-1], axis=1)
-    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    d_sinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks[None, :, None, :, None] - normaliser)
+        d_sinks = -jnp.sum(share * inner, axis=(0, 2, 4))
+    return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None, d_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -14,6 +14,7 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._mlp import gated
 from nnx_pipeline.ops._per_device import OfDevice, per_device
+from nnx_pipeline.sharding._gather import first_dimension, gather_in_steps
 from nnx_pipeline.sharding.layout import Layout, P
 
 _Axes = TypeVar("_Axes", bound="ExpertAxes")
@@ -31,6 +32,7 @@ class ExpertAxes:
     owners: tuple[str, ...]
     embed: tuple[str, ...]
     mlp: tuple[str, ...]
+    gather_first: int  # see `gather_in_steps`
 
     @classmethod
     def of(cls: type[_Axes], kind: str, experts: int, layout: Layout, **more: Any) -> _Axes:
@@ -45,6 +47,7 @@ class ExpertAxes:
             owners=layout.axes("expert"),
             embed=layout.axes("embed_of_expert"),
             mlp=layout.axes("mlp"),
+            gather_first=first_dimension(layout.axes("embed_of_expert")),
             **more,
         )
         same = [name for name in (*axes.owners, *axes.embed) if name not in axes.batch]
@@ -74,9 +77,12 @@ class ExpertAxes:
 
     def gathered(self, kernel: Array, axis: int) -> Array:
         """A kernel of this device's experts, whole along embed."""
-        return (
-            jax.lax.all_gather(kernel, self.embed, axis=axis, tiled=True) if self.embed else kernel
-        )
+        if not self.embed:
+            return kernel
+        if self.gather_first > 1:
+            return gather_in_steps(kernel, self.embed, axis, self.gather_first)
+        whole: Array = jax.lax.all_gather(kernel, self.embed, axis=axis, tiled=True)
+        return whole
 
     def summed(self, gradient: Array, axis: int) -> Array:
         """A kernel's gradient over devices with other tokens, sharded as the kernel is."""
@@ -100,6 +106,8 @@ CloseResiduals = tuple[Array, Array, PyTree, Array]
 @dataclass(frozen=True, kw_only=True)
 class OnDevices(ExpertAxes, abc.ABC):
     """What devices compute for the experts, in both passes."""
+
+    activation: str = "silu"
 
     @abc.abstractmethod
     def open(
@@ -134,8 +142,8 @@ class OnDevices(ExpertAxes, abc.ABC):
         return per_device(function, in_specs, out_specs, refusal=refusal)
 
     def mix(self, x: Array, places: PyTree, weights: Array, kernels: ExpertKernels) -> Array:
-        """Σ over the choices of a token of weight · (silu(x · gate) · (x · up)) · down."""
-        hidden = gated(*_open(self, x, places, kernels.gate, kernels.up))
+        """Σ over the choices of a token of weight · (activation(x · gate) · (x · up)) · down."""
+        hidden = gated(*_open(self, x, places, kernels.gate, kernels.up), self.activation)
         return _close(self, hidden, weights, places, kernels.down)
 
 

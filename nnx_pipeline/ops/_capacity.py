@@ -13,6 +13,7 @@ from nnx_pipeline.config._remat import Remat
 from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
 from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
 from nnx_pipeline.ops._grouped.order import sort_by_expert
+from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, P
 
 
@@ -149,6 +150,7 @@ class CapacityExperts:
     """
 
     factor: float
+    activation: str = "silu"
 
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
@@ -159,11 +161,12 @@ class CapacityExperts:
         number = kernels.gate.shape[0]
         _, length, chosen = experts.shape
         capacity = capacity_of(length, chosen, number, self.factor)
-        on = _OnDevice.of("capacity", number, layout, capacity=capacity)
+        more = {"capacity": capacity, "activation": self.activation}
+        on = _OnDevice.of("capacity", number, layout, **more)
         slots = on.assign(experts)
         # Cast here, kernels have gradients in the dtype of the model; adding them up casts to the
         # dtype of the parameters.
-        kernels = ExpertKernels(*(kernel.astype(x.dtype) for kernel in kernels))
+        kernels = ExpertKernels(*(cast_at_use(kernel, x.dtype) for kernel in kernels))
         return Mixed(on.mix(x, slots, weights, kernels), slots.dropped)
 
 

@@ -1,6 +1,6 @@
 """A mixture of experts computed densely: every expert on all tokens, group by group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -13,6 +13,7 @@ from nnx_pipeline.lab.errors import is_divisor
 from nnx_pipeline.lab.mesh import ambient_platform
 from nnx_pipeline.ops._mlp import gated
 from nnx_pipeline.ops._router import combine_weights
+from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import (
     Layout,
     P,
@@ -34,6 +35,14 @@ class ExpertKernels(NamedTuple):
     gate: Float[Array, "experts embed mlp"]
     up: Float[Array, "experts embed mlp"]
     down: Float[Array, "experts mlp embed"]
+
+
+class ExpertBiases(NamedTuple):
+    """What is added to the three products of each expert, sharded and stored as their kernels."""
+
+    gate: Float[Array, "experts mlp"]
+    up: Float[Array, "experts mlp"]
+    down: Float[Array, "experts embed"]
 
 
 class Mixed(NamedTuple):
@@ -74,6 +83,8 @@ class DenseExperts:
     """
 
     group: int | None = None
+    activation: str = "silu"
+    biases: ExpertBiases | None = None
 
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
@@ -91,12 +102,12 @@ class DenseExperts:
         x, combine = place(x, spec), place(combine, spec)
         rows = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
         products = ExpertProducts(
-            layout, self.group or group_size(rows, kernels.gate.shape, layout)
+            layout, self.group or group_size(rows, kernels.gate.shape, layout), self.activation
         )
 
         def one_group(operands: tuple[Array, ...]) -> Array:
-            gate, up, down, weight = operands
-            opened = weighed(products.open_up(x, gate, up), weight)
+            gate, up, down, weight, *biases = operands
+            opened = weighed(products.open_up(x, gate, up, biases), weight)
             if products.group < experts // layout.size("expert"):
                 # The products of a group are large then, and read what they multiply several times.
                 # A compiler that fuses the hidden units into the product computes them each time:
@@ -106,7 +117,15 @@ class DenseExperts:
             return products.project(opened, down)
 
         operands = (*products.split(kernels, x.dtype), products.split_choice(combine))
+        if self.biases is not None:
+            added = (self.biases.gate, self.biases.up)
+            operands = (*operands, *(products.split_bias(bias.astype(x.dtype)) for bias in added))
         mixed = products.sum_over_steps(remat.checkpoint(one_group), operands)
+        if self.biases is not None:
+            down = self.biases.down.astype(mixed.dtype)
+            down = gather_weight(down, layout.spec("expert", "norm"), layout.spec(None, None))
+            out = out_sharding(spec)
+            mixed += jnp.einsum("bse,ed->bsd", combine.astype(mixed.dtype), down, out_sharding=out)
         return Mixed(place(mixed.astype(x.dtype), layout.spec("batch", None, None)))
 
 
@@ -130,6 +149,7 @@ class ExpertProducts:
 
     layout: Layout
     group: int
+    activation: str = "silu"
 
     @property
     def partial(self) -> P:
@@ -142,7 +162,7 @@ class ExpertProducts:
         # and not in float32. The axis over which kernels are gathered comes first, so that what is
         # sent may lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without a
         # pipeline.
-        gate, up, down = (kernel.astype(dtype) for kernel in kernels)
+        gate, up, down = (cast_at_use(kernel, dtype) for kernel in kernels)
         local = gate.shape[0] // self.layout.size("expert")
         rule = f"model.expert_group={self.group} does not divide the {local} experts of a device"
         is_divisor(self.group, local, rule=rule)
@@ -161,9 +181,23 @@ class ExpertProducts:
             split, self.layout.spec(None, "expert", None, "batch_beside_experts", *unsharded)
         )
 
-    def open_up(self, x: Array, gate: Array, up: Array) -> Array:
-        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`."""
-        return gated(_open(self, x, gate), _open(self, x, up))
+    def split_bias(self, bias: Array) -> Array:
+        """`[experts, mlp]` to `[steps, owners, parts, 1, 1, group, mlp / parts]` for the scan."""
+        experts, mlp = bias.shape
+        owners, parts = self.layout.size("expert"), self.layout.size("mlp")
+        shape = (owners, experts // owners // self.group, self.group, parts, mlp // parts)
+        spec = self.layout.spec("expert", None, None, "mlp", None)
+        split = jax.lax.reshape(bias, shape, out_sharding=out_sharding(spec))
+        return jnp.transpose(split, (1, 0, 3, 2, 4))[:, :, :, None, None]
+
+    def open_up(self, x: Array, gate: Array, up: Array, biases: Sequence[Array] = ()) -> Array:
+        """The hidden units of a group, `[owners, parts, batch, seq, group, mlp / parts]`.
+
+        - `biases`: of gate and up, `[owners, parts, 1, 1, group, mlp / parts]`; none without.
+        """
+        both = _open(self, x, gate), _open(self, x, up)
+        opened, raised = map(jnp.add, both, biases) if biases else both
+        return gated(opened, raised, self.activation)
 
     def project(self, hidden: Array, down: Array) -> Array:
         """The down projection summed over the group: `[owners, parts, batch, seq, embed]`."""

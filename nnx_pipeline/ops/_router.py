@@ -92,14 +92,15 @@ def _shares(weights: Float[Array, "*batch chosen"]) -> Float[Array, "*batch chos
 def choose_experts(
     scores: Float[Array, "*batch experts"], routing: Routing, bias: Float[Array, "experts"] | None
 ) -> Int[Array, "*batch chosen"]:
-    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them."""
-    # The best groups are those in which the two largest scores have the largest sum.
+    """The experts with the largest scores, the best one first, as DeepSeek chooses them."""
+    # The best groups are those in which the two largest scores have the largest sum, or with a
+    # softmax those that have the largest score.
     if bias is not None:
         scores = scores + jax.lax.stop_gradient(bias)
     if routing.groups > 1:
         grouped = scores.reshape(*scores.shape[:-1], routing.groups, -1)
-        best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-        best = jax.lax.top_k(best_two, routing.groups_per_token)[1]
+        top = jax.lax.top_k(grouped, 2 if routing.score == "sigmoid" else 1)[0]
+        best = jax.lax.top_k(jnp.sum(top, axis=-1), routing.groups_per_token)[1]
         among = jnp.sum(jax.nn.one_hot(best, routing.groups, dtype=jnp.int32), axis=-2) > 0
         scores = jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(scores, routing.chosen)[1]

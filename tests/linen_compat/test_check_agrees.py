@@ -141,7 +141,7 @@ def test_numerics_are_refused_before_any_work(tmp_path, bridge, llama, monkeypat
     if kind == "nnx":
         bridge("convert", folder, tmp_path / "nnx", "--to", "nnx")
         folder = tmp_path / "nnx"
-    reading = "linen_compat._cli.running.read_everything"
+    reading = "linen_compat._cli.checking.read_everything"
     monkeypatch.setattr(reading, lambda *arguments, **options: pytest.fail("read"))
     ended = bridge("check", folder, "--config", config, "--read", "--numerics")
     assert (ended.code, ended.out) == (2, "")

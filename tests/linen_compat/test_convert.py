@@ -22,7 +22,6 @@ from maxtext_data import (
 import linen_compat
 from linen_compat.checkpoints._convert import From, To, plan
 from linen_compat.checkpoints._named_config import read_config
-from linen_compat.formats._orbax import arrays as stored
 from linen_compat.formats._orbax.stream import OrbaxSource
 from linen_compat.formats._streams import ArraySpec, Mismatch
 from linen_compat.formats.huggingface._folder import TensorFolder
@@ -177,21 +176,6 @@ def test_the_bytes_to_be_copied_are_those_of_each_part(tmp_path, wide):
     prepared.run(progress=lambda name, nbytes: copied.append(nbytes))
     assert sum(copied) == prepared.nbytes
     assert prepared.nbytes == sum(leaf.nbytes for leaf in leaves.values() if leaf.ndim)
-
-
-def test_each_stored_array_is_opened_once(tmp_path, monkeypatch):
-    opened = []
-    open_store = stored.StoredArrays._store
-
-    def spy(self, leaf, **options):
-        if leaf not in self._open:
-            opened.append(leaf)
-        return open_store(self, leaf, **options)
-
-    write(tmp_path / "items", state_in("pipelined", 1, 2))
-    monkeypatch.setattr(stored.StoredArrays, "_store", spy)
-    plan(From(tmp_path), To(tmp_path / "out", "maxtext:scanned")).run()
-    assert len(opened) == len(set(opened))
 
 
 def damaged(tmp_path, leaf, place, value):

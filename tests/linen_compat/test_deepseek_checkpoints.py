@@ -85,7 +85,8 @@ def in_three_stages(leaves: Leaves) -> Leaves:
 def test_logits_and_checkpoints_of_maxtext(name: str, tmp_path: Path) -> None:
     """A checkpoint in stages has MaxText's logits, and is written in each layout to the bit."""
     config, leaves, reference = family(name)
-    config = replace(config, "pipeline", pad_layers=True)  # three layers with experts, two stages
+    # Three layers with experts on two stages.
+    config = replace(config, "pipeline", stage_layers="auto")
     source = maxtext_data.write(tmp_path / "source", stored(leaves))
     mesh = mesh_of("stage=2,fsdp=2")
     model = linen_compat.load(source, config, mesh=mesh)
@@ -282,7 +283,10 @@ def test_what_the_keys_become() -> None:
         ({"first_num_dense_layers": 4}, "num_dense_layers is first_num_dense_layers"),
         ({"rope_factor": 0.5}, "rope_factor=0.5: both must be at least 1"),
         (
-            {"model_name": "deepseek3-x", "n_routing_groups": 4, "topk_routing_group": 5},
+            {
+                **{"model_name": "deepseek3-x", "routed_score_func": "sigmoid"},
+                **{"n_routing_groups": 4, "topk_routing_group": 5},
+            },
             "router_groups_per_token=5 exceeds .* router_groups_per_token is topk_routing_group",
         ),
         ({"pipeline_parallel_layers": 2}, "pipeline_parallel_layers=2 .* outside the pipeline"),

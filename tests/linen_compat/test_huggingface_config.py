@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -301,14 +302,13 @@ YARN = DEEPSEEK_V3["rope_scaling"]
 @pytest.mark.parametrize(
     ("values", "changes", "message"),
     [
-        (DEEPSEEK_V2_LITE, {"topk_method": "group_limited_greedy"}, "only 'greedy': experts are"),
+        (DEEPSEEK_V2_LITE, {"topk_method": "noaux_tc"}, "only 'greedy': experts are"),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob=True .* only False"),
         (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' .* softmax"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy' .* only 'noaux_tc'"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax' .* only 'sigmoid'"),
         (DEEPSEEK_V3, {"n_group": 7}, "num_experts=256 does not split into router_groups=7"),
         (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 .* only 1"),
-        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 .* only 1e-06"),
         (DEEPSEEK_V3, {"head_dim": 128}, "head_dim=128 contradicts .* make it 64"),
         (DEEPSEEK_V3, {"qk_nope_head_dim": 0}, "qk_nope_head_dim=0 is not a whole number"),
         (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_kv_heads=8 differs from num_heads=128"),
@@ -318,13 +318,7 @@ YARN = DEEPSEEK_V3["rope_scaling"]
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config=.*fp8.* plain float weights",
         ),
-        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": 0.5}}, "multiplies the rotated part"),
-        (
-            DEEPSEEK_V3,
-            {"rope_scaling": without(YARN, "mscale", "mscale_all_dim")},
-            "multiplies the rotated part of each head by 1.36889",
-        ),
-        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False is not"),
+        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": 1}}, "truncate=1 is not"),
         (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
         (DEEPSEEK_V3, {"index_topk": 3}, "index_topk=3 is not a known key of a DeepseekV3"),
     ],
@@ -342,14 +336,31 @@ def test_yarn_that_multiplies_nothing_has_the_plain_scale() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "amplitude"),
+    [
+        ({}, 1.0),
+        ({"mscale": 0.5}, (0.1 * 0.5 * math.log(40) + 1) / (0.1 * math.log(40) + 1)),
+        ({"mscale": 0.0, "mscale_all_dim": 0.0}, 0.1 * math.log(40) + 1),
+        ({"attention_factor": 3.0, "truncate": False}, 3.0),
+    ],
+)
+def test_yarn_that_multiplies_rotated_numbers(changes: dict, amplitude: float) -> None:
+    config = config_from_huggingface({**DEEPSEEK_V3, "rope_scaling": {**YARN, **changes}})
+    assert config.model.rope_amplitude == pytest.approx(amplitude, rel=1e-15)
+    assert config.model.rope_truncate == ("truncate" not in changes)
+    assert config_from_huggingface(config_to_huggingface(config)) == config
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"norm_epsilon": 1e-5}, "norm_epsilon=1e-05 has no place in a DeepSeek"),
-        ({"num_shared_experts": 0}, "num_shared_experts=0 has no place in a DeepSeek"),
+        ({"latent_norm_epsilon": 1e-5}, "latent_norm_epsilon=1e-05 has no place in a DeepSeek"),
+        ({"num_shared_experts": 0}, "num_shared_experts=0 has no place in a Deepseek"),
         ({"router_bias": False}, "router_bias=False has no place in a DeepseekV3ForCausalLM"),
         ({"router_bias_in_weights": True}, "router_bias_in_weights=True has no place"),
         ({"attention_scale": 0.01}, "attention_scale=0.01 has no place .* with yarn more"),
-        ({"sliding_window": 8}, "sliding_window=8 has no place .* with kv_lora_rank"),
+        ({"sliding_window": 8}, "sliding_window=8 has no place in a DeepseekV3ForCausalLM"),
     ],
 )
 def test_what_transformers_has_no_deepseek_for(changes: dict, message: str) -> None:
@@ -386,8 +397,9 @@ def test_the_window_of_a_llama_is_refused() -> None:
     assert written["architectures"] == ["MistralForCausalLM"]
     assert config_from_huggingface(written).model.sliding_window == 512
     normed = dataclasses.replace(windowed, qk_norm=True)
-    with pytest.raises(InputError, match=r"model\.sliding_window=512 has no place .* with qk_norm"):
-        config_to_huggingface(dataclasses.replace(config, model=normed))
+    written = config_to_huggingface(dataclasses.replace(config, model=normed))
+    assert written["architectures"] == ["Qwen3ForCausalLM"]
+    assert config_from_huggingface(written).model == normed
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -401,16 +413,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling.type='dynamic' is not"),
     ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, r"type='linear' disagree"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters.rope_type='yarn' is not"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, r"of rope_type='yarn' has no factor; add it"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_type='longrope' is not supported"),
     ({"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor=2.0 is not supported"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
     ({"rope_parameters": "default"}, r"rope_parameters='default' is not a dictionary"),
     ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_theta=1000000.0, rope_parameters.rope_th"),
     ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings='yes' is not true or false"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has 'sliding_att"),
+    ({"layer_types": ["full_attention", "sliding_attention"] * 16}, r"layer_types has 'sliding_at"),
     ({"attention_bias": True}, r"attention_bias=True is not supported"),
     ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
     ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported, only 'silu'"),
+    (
+        {"layer_types": ["sliding_attention"]},
+        r"layer_types=\['sliding_attention'\] is not one kind",
+    ),
     ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported.*set it to 0"),
     ({"router_jitter_noise": 0.01}, r"router_jitter_noise=0.01 is not supported.*set it to 0"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
@@ -426,9 +443,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_local_experts": 1}, r"num_local_experts=1 is not supported"),
     ({"torch_dtype": "float64"}, r"torch_dtype='float64' is not known"),
     ({"dtype": "float32"}, r"torch_dtype='bfloat16', dtype='float32' disagree"),
-    ({"architectures": ["Qwen2ForCausalLM"]}, r"architectures=\['Qwen2ForCausalLM'\] is not"),
+    ({"architectures": ["Qwen2MoeForCausalLM"]}, r"architectures=\['Qwen2MoeForCausalLM'\] is"),
     ({"architectures": ["LlamaForCausalLM"]}, r"model_type='mixtral' contradicts"),
-    ({"architectures": None, "model_type": "qwen2"}, r"model_type='qwen2' is not supported"),
+    (
+        {"architectures": None, "model_type": "qwen2_moe"},
+        r"model_type='qwen2_moe' is not supported",
+    ),
     ({"hidden_size": None}, r"hidden_size is missing"),
     ({"hidden_size": 4096.0}, r"hidden_size=4096.0 is not a whole number"),
     ({"num_attention_heads": 33}, r"hidden_size=4096 does not split over num_attention_heads=33"),
@@ -441,19 +461,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
-        ({"norm_topk_prob": None}, "norm_topk_prob=None is not supported"),
+        ({"norm_topk_prob": None}, "router_normalize=None is not known"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported, only 1: every layer"),
         ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"use_sliding_window": 1, "sliding_window": "9"}, "sliding_window='9' is not a whole"),
+        ({"attention_bias": "yes"}, "attention_bias='yes' is not supported"),
     ],
 )
 def test_what_is_not_computed_of_qwen3(changes: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         config_from_huggingface({**QWEN3_MOE, **changes})
-    with pytest.raises(InputError, match="norm_topk_prob=False"):  # as transformers assumes
-        config_from_huggingface(without(QWEN3_MOE, "norm_topk_prob"))
+    # as transformers assumes
+    model = config_from_huggingface(without(QWEN3_MOE, "norm_topk_prob")).model
+    assert not model.router_normalize
 
 
 def test_the_number_of_experts_under_both_names() -> None:
@@ -602,11 +622,12 @@ def test_the_longest_sequence_is_that_of_transformers_where_it_is_absent(absent:
             {"tied_embeddings": True, "tied_head_dtype": "bfloat16"},
             "tied_head_dtype='bfloat16' has no place in a Hugging Face model.* set it to None",
         ),
-        ({"norm_scale_offset": 1.0}, "norm_scale_offset=1.0 has no place in a Hugging Face model"),
-        ({"attention_bias": "all"}, "attention_bias='all' has no place in a Hugging Face model"),
-        ({"attention_soft_cap": 50.0}, "attention_soft_cap=50.0 has no place in a Hugging Face"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 has no place in a Hugging Face model"),
-        ({"num_experts": 8, "router_scale": 2.5}, "router_scale=2.5 has no place in"),
+        ({"norm_scale_offset": 1.0}, "norm_scale_offset=1.0 has no place in a LlamaForCausalLM"),
+        ({"attention_soft_cap": 50.0}, "attention_soft_cap=50.0 has no place in a LlamaForCausal"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 has no place in a LlamaForCausalLM"),
+        ({"norm_placement": "both"}, "norm_placement='both' has no place in a LlamaForCausalLM"),
+        ({"residual_scale": 0.5, "rope_head_dim": 8}, "rope_head_dim=8 has no place in a Granite"),
+        ({"num_experts": 8, "router_scale": 2.5}, "router_scale=2.5 has no place in a Mixtral"),
         ({"num_heads": 7, "num_kv_heads": 7}, "embed_dim=4096 is not a multiple of model.num_h"),
     ],
 )

@@ -261,26 +261,21 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
         (
             linen.MixtralDecoderLayer,
             with_fields(MOE, router_bias=True),
-            "router_bias=True gives layers parameters that have no name in Linen",
+            "has no latent attention or shared experts, .* use DeepSeekMoELayer",
         ),
         (
             linen.MixtralDecoderLayer,
             with_fields(MOE, num_shared_experts=1),
-            "num_shared_experts=1 gives layers parameters .* only a model with 0 can be converted",
-        ),
-        (
-            linen.LlamaDecoderLayer,
-            with_fields(DENSE, attention_bias="qkv"),
-            "attention_bias='qkv' gives layers parameters that have no name in Linen",
+            "and the config has .* num_shared_experts=1; use DeepSeekMoELayer",
         ),
         (linen.MixtralDecoderLayer, QWEN3, "needs qk_norm=False, .* use Qwen3MoeDecoderLayer, or"),
         (linen.Qwen3MoeDecoderLayer, MOE, "needs qk_norm=True, .* use MixtralDecoderLayer, or set"),
         (
             linen.MixtralDecoderLayer,
             OF_DEEPSEEK,
-            "has no latent attention, .* DeepSeekMoELayer, or",
+            "has no latent attention or shared experts, .* use DeepSeekMoELayer",
         ),
-        (linen.DeepSeekMoELayer, MOE, "needs latent attention, .* use MixtralDecoderLayer, or set"),
+        (linen.DeepSeekMoELayer, MOE, "needs latent attention .* use MixtralDecoderLayer"),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:

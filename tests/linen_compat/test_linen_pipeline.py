@@ -222,11 +222,14 @@ def test_logits_equal_nnx(case: Case) -> None:
     assert got.sharding == want.sharding
 
 
+# One layer per visit.
+CAPACITY = {"experts": "capacity", "capacity_factor": 0.7, "num_layers": 2}
+GROUPED = {"experts": "grouped", "num_layers": 2}
 PADDED = [
-    Case(model={"experts": "capacity", "capacity_factor": 0.7}),
-    Case("stage=2,expert=2", "auto", {}, {"experts": "capacity", "capacity_factor": 0.7}),
-    Case(model={"experts": "grouped"}),
-    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
+    Case(model=CAPACITY),
+    Case("stage=2,expert=2", "auto", {}, CAPACITY),
+    Case(model=GROUPED),
+    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model=GROUPED),
     Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
 ]
 

@@ -12,6 +12,8 @@ from maxtext_data import DATA, KEPT, config_of
 
 import linen_compat
 from linen_compat.maxtext import _keys as maxtext_keys
+from linen_compat.maxtext._families import OTHER_BLOCKS
+from linen_compat.maxtext._published import SIZES
 from linen_compat.maxtext._values import DEFAULTS
 from linen_compat.maxtext.config import (
     PRESETS_OF_MAXTEXT,
@@ -20,6 +22,7 @@ from linen_compat.maxtext.config import (
     mesh_from_yaml,
 )
 from nnx_pipeline import Config, InputError, MeshConfig, preset
+from nnx_pipeline.config.parameter_count import count_parameters
 
 ONE = {"per_device_batch_size": 1}
 MIXTRAL = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
@@ -66,7 +69,7 @@ def test_defaults_and_keys_are_those_of_maxtext():
     assert found == linen_compat.config_from_maxtext(own)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS_OF_MAXTEXT))
+@pytest.mark.parametrize("name", sorted({**PRESETS_OF_MAXTEXT, **SIZES}))
 def test_named_models_are_those_of_maxtext(name):
     file = configs_of_maxtext() / "models" / f"{name}.yml"
     if not file.is_file():
@@ -76,6 +79,43 @@ def test_named_models_are_those_of_maxtext(name):
     found = linen_compat.config_from_maxtext(given)
     named = linen_compat.config_from_maxtext({"model_name": name})
     assert found.model == named.model
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3.3-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b-base", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b-base", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3-480b-a35b", 480_154_875_392),
+    ],
+)
+def test_named_models_have_the_published_number_of_parameters(name, parameters):
+    """Also where a file spells the sizes out, as MaxText's own does (1e-06 is text in YAML)."""
+    keys = {**SIZES[name], "model_name": name, "normalization_layer_epsilon": "1e-06"}
+    if name.startswith("llama"):
+        keys["normalization_layer_epsilon"] = 1e-5
+    for given in ({"model_name": name}, keys):
+        model = linen_compat.config_from_maxtext(given).model
+        assert count_parameters(model).total == parameters
+
+
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+def test_other_decoder_blocks_are_refused_by_name(name):
+    with pytest.raises(InputError, match=rf"decoder_block='{name}' is not supported \(.*\), only"):
+        linen_compat.config_from_maxtext({"decoder_block": name, "mlp_activations": ["gelu"]})
 
 
 def test_gradients_in_float32_are_those_of_the_parameters():
@@ -244,14 +284,17 @@ def test_mesh_that_cannot_be_made(tmp_path, given, message):
 
 
 def test_the_example_is_the_preset_of_the_figures():
-    """But for two numbers that change no memory and no time."""
+    """But for a number of the model and the learning rate, which change no time."""
     file = str(ROOT / "examples" / "maxtext.yml")
     mesh = mesh_from_yaml(file, 8, 1)
     assert mesh == MeshConfig(stage=4, fsdp=2)
     found, known = config_from_yaml(file, mesh), preset("mixtral-small")
     pipeline = dataclasses.replace(known.pipeline, num_microbatches=8, num_repeats=2)
     model = dataclasses.replace(known.model, rope_theta=found.model.rope_theta)
-    train = dataclasses.replace(known.train, learning_rate=found.train.learning_rate)
+    of_rate = ["learning_rate", "warmup_steps", "learning_rate_decay", "schedule_steps"]
+    train = dataclasses.replace(
+        known.train, **{name: getattr(found.train, name) for name in of_rate}
+    )
     assert found == Config(model=model, pipeline=pipeline, train=train)
 
 
@@ -264,7 +307,11 @@ def test_the_example_is_the_preset_of_the_figures():
         ),
         ({"ici_pipeline_paralelism": 3}, "did you mean 'ici_pipeline_parallelism'"),
         ({"qqqq": 1}, "qqqq=1 is not a MaxText key that this project knows; remove it"),
-        ({"decoder_block": "gemma2"}, "decoder_block='gemma2' is not known"),
+        ({"decoder_block": "gemma2"}, "decoder_block='gemma2' is not supported .its layers take"),
+        ({"decoder_block": "gema2"}, "decoder_block='gema2' is not known"),
+        ({"decoder_block": ["gemma2"]}, "decoder_block=.* must be text"),
+        ({"decoder_block": "qwen2"}, "attention_bias=False with decoder_block='qwen2' is not"),
+        ({"attention_bias": True}, "attention_bias=True with decoder_block='llama2' is not"),
         ({"decoder_block": "mixtral"}, "decoder_block='mixtral' with num_experts=1"),
         ({"num_experts": 8}, "decoder_block='llama2' with num_experts=8"),
         ({"scan_layers_per_stage": True}, "scan_layers_per_stage=True is not supported"),
@@ -335,7 +382,7 @@ def test_dropout_that_is_off_and_lists_as_text():
 def test_every_key_has_one_meaning():
     fixed, mapped = set(maxtext_keys.FIXED), set(maxtext_keys.MAPPED)
     assert not fixed & mapped
-    for key in ("learning_rate_schedule_steps", "ici_fsdp_parallelism", "megablox", "sa_block_q"):
+    for key in ("enable_checkpointing", "ici_fsdp_parallelism", "megablox", "sa_block_q"):
         assert maxtext_keys.kind(key) == "ignored"
     for key, values in maxtext_keys.FIXED.items():
         assert maxtext_keys.is_accepted(key, values[0])

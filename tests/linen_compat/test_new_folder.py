@@ -186,7 +186,6 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path, bridge, to
 
 
 def test_room_is_looked_at_before_anything_is_written(tmp_path, bridge, monkeypatch):
-    """Exactly known of a Hugging Face folder; an Orbax checkpoint is compressed, and is begun."""
     tensors = load_file(HUGGINGFACE / "model.safetensors")
     needed = sum(tensor.nbytes for tensor in tensors.values())
 
@@ -202,13 +201,10 @@ def test_room_is_looked_at_before_anything_is_written(tmp_path, bridge, monkeypa
     with pytest.raises(InputError, match="bytes free"):
         linen_compat.save(model, tmp_path / "out", "huggingface")
     ended = bridge("convert", HUGGINGFACE, tmp_path / "orbax", "--to", "nnx")
-    assert (ended.code, f"note: {tmp_path / 'orbax'} takes up to {needed:,}" in ended.err) == (
-        0,
-        True,
-    )
+    assert (ended.code, said in ended.err, names(tmp_path)) == (2, True, [])
     free(needed // 4)
     linen_compat.save(model, tmp_path / "out", "huggingface")
-    assert names(tmp_path) == ["orbax", "out"]
+    assert names(tmp_path) == ["out"]
 
 
 def test_a_name_that_leaves_no_room_for_the_mark_of_what_is_unfinished(tmp_path):

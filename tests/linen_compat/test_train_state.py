@@ -11,10 +11,11 @@ from maxtext_data import DATA, assert_same_leaves, checkpoint, config_of, full_s
 
 import linen_compat
 from linen_compat.formats._streams import Mismatch
-from nnx_pipeline import InputError, Mixtral, preset
+from nnx_pipeline import InputError, preset
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, make_state
 
 TOLERANCE = 2e-5
+CONFIG = DATA / "unscanned" / "config.yml"
 KEPT = dict(np.load(DATA / "unscanned" / "train_batch.npz"))
 
 
@@ -28,29 +29,21 @@ def batch():
     )
 
 
-def with_learning_rate(state, rate):
-    """MaxText's comes from a schedule; here it is a number of the config."""
-
-    def one(model):
-        if not isinstance(model, Mixtral):
-            return model
-        train = dataclasses.replace(model.config.train, learning_rate=rate)
-        model.config = dataclasses.replace(model.config, train=train)
-        return model
-
-    return jax.tree.map(one, state, is_leaf=lambda leaf: isinstance(leaf, Mixtral))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "repeats", "steps"), [("", 1, (1, 2)), ("stage=2,fsdp=2", 2, (1,))]
+    ("axes", "pipeline", "steps"),
+    [
+        ("", {}, (1, 2)),
+        ("stage=2,fsdp=2", {"num_repeats": 2}, (1,)),
+        ("stage=2,fsdp=2", {"num_repeats": 2, "stage_layers": "2,1,0,1"}, (1,)),
+        ("stage=2,fsdp=2", {"schedule": "1f1b", "stage_layers": "1,3"}, (1,)),
+    ],
 )
-def test_training_goes_on_where_maxtext_stopped(tmp_path, axes, repeats, steps):
-    config = replace(config_of(), "pipeline", num_repeats=repeats)
+def test_training_goes_on_where_maxtext_stopped(tmp_path, axes, pipeline, steps):
+    config = replace(config_of(), "pipeline", **pipeline)
     mesh = mesh_of(axes)
     state = linen_compat.load_train_state(checkpoint("unscanned") / "0", config, mesh=mesh)
     for step in steps:
-        state = with_learning_rate(state, float(KEPT["learning_rate"][int(state.step)]))
         with jax.set_mesh(mesh), optax_promotion():
             state, _ = jit_train_step(state, mesh)(state, batch())
         linen_compat.save_train_state(state, tmp_path / str(step), "maxtext:unscanned")
@@ -71,6 +64,28 @@ def test_every_leaf_comes_back_to_the_bit(tmp_path, name):
     kept = {path: leaf for path, leaf in source.items() if not path.startswith("nnx_aux/")}
     assert (len(kept) < len(source)) == (name == "scanned_nnx")
     assert_same_leaves(read(tmp_path / "out"), kept)
+
+
+@pytest.mark.parametrize("format", ["nnx", "maxtext:pipelined", "maxtext:unscanned"])
+def test_which_stage_has_how_many_layers_is_stored_nowhere(tmp_path, format):
+    """Saved from one distribution of the layers, and loaded for others, on other meshes."""
+    source, mesh = checkpoint("unscanned"), mesh_of("stage=2,fsdp=2")
+    config = replace(config_of(), "pipeline", num_repeats=2, stage_layers="1,2,0,1")
+    state = linen_compat.load_train_state(source, config, mesh=mesh)
+    linen_compat.save_train_state(state, tmp_path / "out", format)
+    if format == "maxtext:unscanned":
+        assert_same_leaves(read(tmp_path / "out"), read(source / "2" / "items"))
+    other = replace(config_of(), "pipeline", stage_layers="0,3,1")
+    for loaded, wanted in (
+        ((config_of(), None), (config_of(), None)),
+        ((config, mesh), (config, mesh)),
+        ((other, mesh_of("stage=3")), (other, mesh_of("stage=3"))),
+        ((other, mesh), (replace(config_of(), "pipeline", stage_layers="2,2"), mesh)),
+    ):
+        found = linen_compat.load_train_state(tmp_path / "out", loaded[0], mesh=loaded[1])
+        first = linen_compat.load_train_state(source, wanted[0], mesh=wanted[1])
+        for got, want in zip(*map(jax.tree.leaves, (found, first)), strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("owners", [False, True])
@@ -137,3 +152,45 @@ def test_counts_that_differ_are_refused(tmp_path):
     write(tmp_path / "items", leaves)
     with pytest.raises(Mismatch, match="counts 3 steps of Adam and 9 of its learning rate"):
         linen_compat.load_train_state(tmp_path, config_of())
+
+
+def of_float32_in_bfloat16():
+    known = config_of()
+    model = dataclasses.replace(known.model, param_dtype="bfloat16")
+    train = dataclasses.replace(known.train, master_dtype="float32")
+    return dataclasses.replace(known, model=model, train=train)
+
+
+def test_a_master_copy_begins_as_the_stored_parameters(tmp_path):
+    """In float32, of which the parameters are the rounding; MaxText has no place for both."""
+    state = linen_compat.load_train_state(checkpoint("unscanned"), of_float32_in_bfloat16())
+    stored = linen_compat.load(checkpoint("unscanned"), config_of())
+    master = optax.tree.get(state.optimizer, "master")
+    for kept, want, rounded in zip(
+        *map(jax.tree.leaves, (master, stored, state.model)), strict=True
+    ):
+        np.testing.assert_array_equal(kept, want)
+        np.testing.assert_array_equal(rounded, np.asarray(want).astype(rounded.dtype))
+    with pytest.raises(InputError, match=r"no place for the master copy .*save the state as 'nnx'"):
+        linen_compat.save_train_state(state, tmp_path / "out", "maxtext:scanned")
+    linen_compat.save_train_state(state, tmp_path / "out", "nnx")
+    again = linen_compat.load_train_state(tmp_path / "out", of_float32_in_bfloat16())
+    for got, want in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(Mismatch, match=r"no place; set train.master_dtype as in its training"):
+        linen_compat.load_train_state(tmp_path / "out", config_of())
+    linen_compat.load(tmp_path / "out", config_of())
+
+
+def test_a_conversion_leaves_no_copy_behind(tmp_path, bridge):
+    state = linen_compat.load_train_state(checkpoint("unscanned"), of_float32_in_bfloat16())
+    linen_compat.save_train_state(state, tmp_path / "out", "nnx")
+    words = ("convert", tmp_path / "out", tmp_path / "to", "--to")
+    ended = bridge(*words, "maxtext:scanned")
+    assert (ended.code, ended.err.count("\n")) == (1, 1), ended.err
+    assert "has the master copy of the parameters (train.master_dtype), for which" in ended.err
+    assert bridge(*words, "maxtext:scanned", "--parameters-only").code == 0
+    ended = bridge("convert", tmp_path / "out", tmp_path / "same", "--to", "nnx")
+    assert ended.code == 0, ended.err
+    assert_same_leaves(read(tmp_path / "same"), read(tmp_path / "out"))
+    assert bridge("check", tmp_path / "same", "--config", CONFIG, "--read").code == 0

@@ -1,11 +1,14 @@
 """Arrays on disk, read and written in parts: zarr in an OCDBT database, as Orbax stores them."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
 import secrets
+import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +17,33 @@ import tensorstore as ts
 from linen_compat.formats._intact import Json
 from linen_compat.formats._orbax import corruption
 from linen_compat.formats._orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
-from linen_compat.formats._orbax.corruption import CHUNKS, MARK, METADATA, STORE_ERRORS, unreadable
-from linen_compat.formats._paths import in_folder, with_real_paths
+from linen_compat.formats._orbax.corruption import (
+    CHUNKS,
+    MARK,
+    METADATA,
+    STORE_ERRORS,
+    lost,
+    unreadable,
+)
+from linen_compat.formats._paths import database, in_folder, new_context, with_real_paths
+from linen_compat.formats._store_folder import check_claim
 from linen_compat.formats._streams import ArraySpec, Mismatch
+from linen_compat.formats._transpose import contiguous
+from nnx_pipeline.lab._ending import cleared_away, stay_if_ending
+from nnx_pipeline.lab._files.stores import refused
 
-_BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
+_BLOCK_BYTES = 16 * 2**20  # of a chunk at most, and of what is committed together at least
+_PATIENCE = 0.3  # seconds in which a commit ends that is under way when the command is ended
 
 
 def array_specs(items: Path) -> dict[str, ArraySpec]:
     """Shape and dtype of every array of a checkpoint, by the path of its leaf; none is read."""
-    metadata = corruption.read_metadata(items)
-    context = ts.Context()  # one for all, so that the index of a database is read once
+    metadata, in_database = corruption.read_metadata(items), _has_database(items)
+    context = new_context()  # one for all, so that the index of a database is read once
     # Begin to open all of them before waiting for the first.
     opened = {
         leaf: ts.open(
-            {"driver": "auto", "kvstore": _kvstore(items, leaf)},
+            {"driver": "auto", "kvstore": _kvstore(items, leaf, in_database)},
             open=True,
             read=True,
             context=context,
@@ -57,14 +72,18 @@ class MissingChunk(Mismatch):
 class StoredArrays:
     """The arrays of one checkpoint, by the path of their leaf.
 
-    The last array stays open, with its decoded chunks in memory. So a stack of layers in one chunk
-    is read from disk once, for all its layers in turn.
+    The last array stays open, with its decoded chunks in memory, and so does one that is held. So a
+    stack of layers in one chunk is read from disk once, for all its layers. Several threads may
+    read.
     """
 
     def __init__(self, items: Path) -> None:
         self.items = items
         self._metadata = corruption.read_metadata(items)
-        self._open: dict[str, ts.TensorStore] = {}  # one at most
+        self._open: dict[str, ts.TensorStore] = {}  # the last one, and those that are held
+        self._held = set[str]()
+        self._opening = threading.RLock()
+        self._in_database, self._context = _has_database(items), new_context()
         self._checked = set[tuple[str, int]]()  # chunks of which parts were asked for
 
     def read(self, leaf: str, *indices: Index) -> np.ndarray:
@@ -89,8 +108,19 @@ class StoredArrays:
             for box in _grid(store).touched(box_of(store.shape, ())):
                 yield np.asarray(store[box].read().result())
 
+    def hold(self, leaf: str) -> None:
+        """Keeps an array open from when a part of it is first read until it is released."""
+        self._held.add(leaf)
+
+    def release(self, leaf: str) -> None:
+        with self._opening:
+            self._held.discard(leaf)
+            self._open.pop(leaf, None)
+
     def close(self) -> None:
-        self._open.clear()
+        with self._opening:
+            for leaf in self._open.keys() - self._held:
+                del self._open[leaf]
 
     def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, block: np.ndarray) -> None:
         """Raises Mismatch unless all chunks that a box overlaps have their checksums."""
@@ -133,24 +163,36 @@ class StoredArrays:
 
     def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
         """An open array; it is kept for the next read unless it is read as a whole."""
-        if leaf in self._open:
-            return self._open[leaf]
-        self.close()  # before the next one takes memory
-        spec: Json = {"driver": "auto", "kvstore": _kvstore(self.items, leaf)}
-        # Opened first without a cache, to learn the size and the driver.
-        first = ts.open(spec, open=True, read=True).result()
-        nbytes = math.prod(first.shape) * first.dtype.numpy_dtype.itemsize
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 0 if whole else 2 * nbytes}})
-        spec = {
-            **spec,
-            "driver": first.spec().to_json()["driver"],
-            "fill_missing_data_reads": False,  # a missing chunk is an error, and not zeros
-            "recheck_cached_data": False,
-        }
-        store = ts.open(spec, open=True, read=True, context=context).result()
-        if not whole:
-            self._open[leaf] = store
-        return store
+        with self._opening:
+            if leaf in self._open:
+                return self._open[leaf]
+            self.close()  # before the next one takes memory
+            kvstore = _kvstore(self.items, leaf, self._in_database)
+            spec: Json = {"driver": "auto", "kvstore": kvstore}
+            # Opened first without a cache, to learn the size and the driver.
+            first = ts.open(spec, open=True, read=True, context=new_context(self._context)).result()
+            nbytes = math.prod(first.shape) * first.dtype.numpy_dtype.itemsize
+            pool = {"total_bytes_limit": 0 if whole else 2 * nbytes}
+            context = new_context(self._context, cache_pool=pool)
+            spec = {
+                **spec,
+                "driver": first.spec().to_json()["driver"],
+                "fill_missing_data_reads": False,  # a missing chunk is an error, and not zeros
+                "recheck_cached_data": False,
+            }
+            store = ts.open(spec, open=True, read=True, context=context).result()
+            if not whole:
+                self._open[leaf] = store
+            return store
+
+
+@dataclass
+class _Batch:
+    """Writes that are committed together, because each commit writes the index anew."""
+
+    transaction: ts.Transaction = field(default_factory=ts.Transaction)
+    writes: list[ts.WriteFutures] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class NewArrays:
@@ -159,18 +201,20 @@ class NewArrays:
     Each chunk ends in its crc32c, a codec of the format that every reader checks. The checksums in
     `_METADATA` show that each chunk is in its own place. All arrays of a checkpoint share a mark
     with `_METADATA`, which shows that the checksums are theirs.
+
+    Several threads may write. What is written must not change until `finish`. `durable` waits for
+    the disk at each commit, else the system writes to it in its own time.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, durable: bool = True) -> None:
         self.folder = folder
         self._mark = secrets.token_hex(8)
         self._sums: dict[str, dict[int, str]] = {}
         self._stores: dict[str, ts.TensorStore] = {}
-        # Writes are committed a block's worth at a time: a commit waits for the disk.
-        self._bound: dict[str, ts.Transaction] = {}
-        self._transaction = ts.Transaction()
-        self._pending = 0
-        self._context = ts.Context()  # one for all arrays, or each commits by itself
+        self._described = ts.Transaction()  # the metadata of all arrays, committed last
+        self._batch, self._batching = _Batch(), threading.Lock()
+        # One for all arrays, or each commits by itself.
+        self._context = new_context(file_io_sync=durable)
 
     def create(
         self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
@@ -178,26 +222,31 @@ class NewArrays:
         """Makes room for an array; along `stacked_axes` chunks have length 1."""
         stacked = set(stacked_axes)
         block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
-        compressed = {"name": "zstd", "configuration": {"level": 1}}
-        codecs = [{"name": "bytes"}, compressed, {"name": "crc32c"}]
         spec = {
             "driver": "zarr3",
-            "kvstore": _kvstore(self.folder, leaf, new=True),
+            "kvstore": {
+                **_kvstore(self.folder, leaf, in_database=True),
+                "config": {"max_inline_value_bytes": 1024},
+            },
             "metadata": {
                 "shape": list(shape),
                 "data_type": dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": block}},
-                "codecs": codecs,
+                # Not compressed: of random bits 8 to 22 % are saved, at three times the work.
+                "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
                 "attributes": {MARK: self._mark},
             },
             # Zeros are stored too, so that a missing chunk always means damage.
             "store_data_equal_to_fill_value": True,
         }
         with self._writing():
-            store = ts.open(
-                spec, create=True, context=self._context, transaction=self._transaction
+            described = ts.open(
+                spec, create=True, context=self._context, transaction=self._described
+            )
+            described.result()
+            self._stores[leaf] = ts.open(
+                spec, open=True, assume_metadata=True, context=self._context
             ).result()
-        self._stores[leaf], self._bound[leaf] = store, self._transaction
         self._sums[leaf] = {}
 
     def __contains__(self, leaf: str) -> bool:
@@ -208,25 +257,26 @@ class NewArrays:
 
     def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
         """Stores the part of a created array at `index`, empty for the whole, block by block."""
-        store = self._in_transaction(leaf)
+        store = self._stores[leaf]
         part = store[index] if index else store
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
         grid = _grid(store)
+        is_large = array.nbytes >= _BLOCK_BYTES
+        # A part of a larger array would keep all of that in memory until the batch is full.
+        is_kept = is_large or getattr(array.base, "nbytes", 0) <= array.nbytes
         for block in _blocks(array.shape, chunk):
-            piece = array[block]
+            piece = contiguous(array[block])
             number = grid.number(box_of(grid.shape, (index, block)))
             self._sums[leaf][number] = checksum(piece)
-            with self._writing():
-                part[block].write(piece).result()
-            self._pending += piece.nbytes
-            if self._pending >= _BLOCK_BYTES:
-                self._flush()  # ends the transaction that the array was bound to
-                store = self._in_transaction(leaf)
-                part = store[index] if index else store
+            self._add(part[block], piece if is_kept else piece.copy())
+        if is_large:  # for the same reason
+            self._flush()
 
     def finish(self, empty: Iterable[str] = (), custom: Json | None = None) -> None:
         """Writes the tree's metadata; `empty` has the paths of leaves that are None."""
         self._flush()
+        with self._writing():
+            self._described.commit_async().result()
         tree = {}
         for leaf, store in self._stores.items():
             value = {
@@ -248,16 +298,34 @@ class NewArrays:
         text = json.dumps(corruption.metadata_with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
-    def _in_transaction(self, leaf: str) -> ts.TensorStore:
-        if self._bound[leaf] is not self._transaction:
-            self._stores[leaf] = self._stores[leaf].with_transaction(self._transaction)
-            self._bound[leaf] = self._transaction
-        return self._stores[leaf]
+    def _add(self, place: ts.TensorStore, piece: np.ndarray) -> None:
+        """Adds a write to the batch of all threads; the one that fills it commits it."""
+        stay_if_ending()  # TensorStore would make the folder again
+        with self._batching, self._writing():
+            batch = self._batch
+            bound = place.with_transaction(batch.transaction)
+            batch.writes.append(bound.write(piece, can_reference_source_data_indefinitely=True))
+            batch.nbytes += piece.nbytes
+            is_full = batch.nbytes >= _BLOCK_BYTES
+            if is_full:
+                self._batch = _Batch()
+        if is_full:
+            self._commit(batch)
 
     def _flush(self) -> None:
+        with self._batching:
+            batch, self._batch = self._batch, _Batch()
+        self._commit(batch)
+
+    def _commit(self, batch: _Batch) -> None:
+        check_claim(self.folder)
         with self._writing():
-            self._transaction.commit_async().result()
-        self._transaction, self._pending = ts.Transaction(), 0
+            for write in batch.writes:
+                write.copy.result()
+            stay_if_ending()
+            # What is under way would make a folder again that has been removed meanwhile.
+            with cleared_away(functools.partial(_wait_for, batch.transaction.future)):
+                batch.transaction.commit_async().result()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -265,8 +333,16 @@ class NewArrays:
         try:
             yield
         except STORE_ERRORS as error:
+            check_claim(self.folder)  # another process may have taken away what is missing
+            if lost(error) or "PERMISSION_DENIED" in str(error):
+                raise refused(str(self.folder), str(error).split("[")[0]) from error
             reason = " ".join(str(error).split("[source locations")[0].split())
             raise OSError(f"{self.folder} cannot be written: {with_real_paths(reason)}") from error
+
+
+def _wait_for(commit: ts.Future[None]) -> None:
+    with contextlib.suppress(Exception):
+        commit.result(timeout=_PATIENCE)
 
 
 def _grid(store: ts.TensorStore) -> Grid:
@@ -275,14 +351,15 @@ def _grid(store: ts.TensorStore) -> Grid:
     return Grid(shape, tuple(edge or 1 for edge in store.chunk_layout.read_chunk.shape or ()))
 
 
-def _kvstore(items: Path, leaf: str, *, new: bool = False) -> Json:
+def _has_database(items: Path) -> bool:
+    return (items / corruption.MANIFEST).exists()
+
+
+def _kvstore(items: Path, leaf: str, in_database: bool) -> Json:
     """The key-value store of one array: in an OCDBT database, or in files of its own."""
     name = leaf.replace("/", ".") + "/"
-    if new or (items / corruption.MANIFEST).exists():
-        store: Json = {"driver": "ocdbt", "base": in_folder(items), "path": name}
-        if new:
-            store["config"] = {"max_inline_value_bytes": 1024}
-        return store
+    if in_database:
+        return database(items, name)
     return {**in_folder(items, name)}
 
 

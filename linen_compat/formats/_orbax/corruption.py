@@ -11,9 +11,10 @@ from pathlib import Path
 import tensorstore as ts
 
 from linen_compat.formats import _intact as checksums
-from linen_compat.formats._paths import in_folder, with_real_paths
+from linen_compat.formats._paths import database, in_folder, new_context, with_real_paths
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._files import read_regular
+from nnx_pipeline.lab._files.stores import StorePath, refused
 from nnx_pipeline.lab.errors import counted, once, unparsed
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
@@ -24,6 +25,7 @@ _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
 _CHECKSUM, CHUNKS, MARK = "crc32_of_metadata", "crc32_of_chunks", "nnx_pipeline_checkpoint"
 _NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
 # What TensorStore raises for stores that are damaged, missing or not to be read.
+_LOST = ("CURL error", "UNAVAILABLE", "DEADLINE_EXCEEDED", "retry attempts failed")
 STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexError, KeyError)
 
 
@@ -106,8 +108,7 @@ def check_index(items: Path) -> None:
             _read_json(items / _OF_ARRAYS / process)
     if (items / MANIFEST).exists():
         try:
-            base = {"driver": "ocdbt", "base": in_folder(items)}
-            ts.KvStore.open(base).result().list().result()
+            ts.KvStore.open(database(items), context=new_context()).result().list().result()
         except STORE_ERRORS as error:
             raise unreadable(_database(items, metadata), error) from error
     elif metadata.ocdbt or processes:
@@ -119,7 +120,7 @@ def check_index(items: Path) -> None:
 
 def _check_regular(items: Path) -> None:
     """Raises Mismatch for a pipe or a device, which TensorStore would wait for."""
-    for folder, _, names in os.walk(items):
+    for folder, _, names in () if isinstance(items, StorePath) else os.walk(items):
         for path in (Path(folder) / name for name in names):
             if path.exists() and not path.is_file():
                 raise Mismatch(f"{path} is not a regular file, the checkpoint is damaged")
@@ -138,17 +139,22 @@ def check_databases(items: Path) -> None:
         base = in_folder(folder)
         try:
             # Files end with an index: a truncated one shows even where nothing in use is lost.
-            manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
+            manifest = ts.ocdbt.dump(ts.KvStore.open(base, context=new_context()).result()).result()
             for version in manifest["versions"]:
                 number = version["generation_number"]
-                spec = {"driver": "ocdbt", "base": base, "version": number}
-                ts.KvStore.open(spec).result().list().result()
+                spec = {**database(folder), "version": number}
+                ts.KvStore.open(spec, context=new_context()).result().list().result()
         except STORE_ERRORS as error:
             raise unreadable(_database(folder, read_metadata(items)), error) from error
 
 
-def unreadable(what: str, error: Exception) -> Mismatch:
-    """The error for what is damaged or may not be read, with the reason that `error` gives."""
+def unreadable(what: str, error: Exception) -> Exception:
+    """The error for what is damaged or may not be read, with the reason that `error` gives.
+
+    Mismatch, or where a store does not answer that of `refused`.
+    """
+    if lost(error):
+        return refused(what, str(error).split("[")[0])
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
         return Mismatch(
             f"{what} may not be read by this user, so it could not be checked; "
@@ -158,6 +164,11 @@ def unreadable(what: str, error: Exception) -> Mismatch:
     said = unparsed(error) if isinstance(error, RecursionError) else said
     reason = with_real_paths(" ".join(said.split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
+
+
+def lost(error: Exception) -> bool:
+    """Whether TensorStore says that a store did not answer."""
+    return any(sign in str(error) for sign in _LOST)
 
 
 def _database(folder: Path, metadata: Metadata) -> str:

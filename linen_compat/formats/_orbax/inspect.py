@@ -7,18 +7,28 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats._names import KV_DOWN, QK_NORMS
+from linen_compat.formats._names import BIASES, KV_DOWN, QK_NORMS
 from linen_compat.formats._orbax import corruption, layouts
 from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
 from linen_compat.formats._orbax.corruption import METADATA, unreadable
 from linen_compat.formats._orbax.layouts import NNX, slashed
-from linen_compat.formats._run_files import is_run
-from linen_compat.formats._streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch
+from linen_compat.formats._run_files import is_run, steps_of
+from linen_compat.formats._store_folder import COMMITTED, is_committed, require_done
+from linen_compat.formats._streams import (
+    COPIES,
+    GUARD,
+    MOMENTS,
+    PARAMETERS,
+    SCALARS,
+    SEVERAL,
+    ArraySpec,
+    Mismatch,
+)
 from nnx_pipeline import InputError
-from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab._files import place
+from nnx_pipeline.lab._files.stores import StorePath
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Leaf:
 
     @property
     def spec(self) -> ArraySpec:
-        return ArraySpec(self.shape, np.dtype(jnp.dtype(self.dtype)))
+        return ArraySpec(self.shape, np.dtype(self.dtype))
 
 
 Leaves = dict[str, Leaf]
@@ -80,7 +90,7 @@ class Inspection:
 
         A state with both moments and no other leaf is AdamW's. If not complete, it is damaged.
         """
-        known = len(self.moments) == len(MOMENTS)
+        known = set(MOMENTS) <= self.moments.keys()
         if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
             return None
         prefix = "optimizer" if self.layout.format == NNX else "opt_state/0"
@@ -120,6 +130,8 @@ _OF_PARAMETER = re.compile(
 
 
 _CURE = "give a run, a step or its folder of arrays"
+_UNMARKED = f"has no {COMMITTED}, which is written last: it was not finished"
+_COPIED = "where it is a copy known to be whole, put an empty file of that name into it"
 
 
 def optimizer_names(state: Leaves) -> list[str]:
@@ -129,12 +141,15 @@ def optimizer_names(state: Leaves) -> list[str]:
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder = local(checkpoint)
+    folder = place(checkpoint)
     if not str(checkpoint):
         raise InputError(f"the checkpoint's name is empty; {_CURE}")
     if not folder.is_dir():
+        if isinstance(folder, StorePath):
+            folder.require_bucket()
         why = "is a file and not a folder" if folder.exists() else "does not exist"
         raise InputError(f"{folder} {why}; {_CURE}")
+    require_done(folder)
     return folder
 
 
@@ -151,6 +166,9 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
         return _items_of_latest(steps, resuming)
     try:
         if items := _items_in(folder):
+            of_step = items == folder and is_committed(folder.parent)
+            if not (is_committed(folder) or of_step):
+                raise Mismatch(f"{folder} {_UNMARKED}; {_COPIED}")
             return items
     except OSError as error:
         raise unreadable(str(folder / METADATA), error) from error
@@ -166,6 +184,8 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
             "linen_compat.load, linen-compat check and linen-compat convert do"
         )
+    elif (folder / "adapter_config.json").is_file():
+        cure = "it is an adapter; give the folder of its model, and this one as --adapter"
     deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
     unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
     # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.
@@ -182,7 +202,7 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
 
 def is_orbax(checkpoint: str | Path) -> bool:
     """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
-    folder = local(checkpoint)
+    folder = place(checkpoint)
     return folder.is_dir() and (
         bool(_steps(folder))
         or any(
@@ -210,10 +230,9 @@ def _items_in(folder: Path) -> Path | None:
 def _steps(run: Path) -> list[Path]:
     """Everything in a run that is named like a step, in numerical order."""
     try:
-        steps = [child for child in run.iterdir() if re.fullmatch("[0-9]+", child.name)]
+        return steps_of(run)
     except PermissionError as error:
         raise unreadable(str(run), error) from error
-    return sorted(steps, key=lambda step: int(step.name))
 
 
 def _items_of_latest(steps: list[Path], resuming: bool) -> Path:
@@ -233,8 +252,10 @@ def _items_of_latest(steps: list[Path], resuming: bool) -> Path:
         raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
     try:
         if items := _items_in(step):
+            if not is_committed(step):
+                raise Mismatch(f"{step}, the latest step, {_UNMARKED}; {give}, or {_COPIED}")
             return items
-        there = sorted(os.listdir(step))
+        there = sorted(child.name for child in step.iterdir())
     except OSError as error:
         raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
     raise Mismatch(
@@ -249,6 +270,8 @@ def _some(names: list[str]) -> str:
 
 def _has_metadata(folder: Path) -> bool:
     """Whether a folder has the file. Raises OSError where that cannot be seen."""
+    if isinstance(folder, StorePath):
+        return (folder / METADATA).is_file()
     try:
         os.stat(folder / METADATA)
     except (FileNotFoundError, NotADirectoryError):
@@ -288,7 +311,7 @@ def inspect(checkpoint: str | Path) -> Inspection:
         items=items,
         layout=layout,
         parameters=parameters,
-        moments={moment: groups[moment] for moment in MOMENTS if moment in groups},
+        moments={part: groups[part] for part in (*MOMENTS, *COPIES) if part in groups},
         scalars=groups["scalars"],
         ignored=groups["ignored"],
         unknown=groups["unknown"],
@@ -326,10 +349,12 @@ def _of_another_model(items: Path, unknown: Leaves) -> Mismatch:
 
 
 def _scale_of_maxtext(parameters: Leaves, layout: layouts.TreeLayout) -> float:
-    norm = f"/{QK_NORMS[0].linen}"
-    shape = next((leaf.shape for path, leaf in parameters.items() if path.endswith(norm)), ())
-    axis = 0 if layout.format == layouts.SCANNED else -1
-    return layouts.scale_of_maxtext(shape[axis] if shape else None)
+    first = 0 if layout.format == layouts.SCANNED else -1
+    for name, axis in ((QK_NORMS[0].linen, first), (BIASES[0].linen, -1)):
+        for path, leaf in parameters.items():
+            if path.endswith(f"/{name}") and leaf.shape:
+                return layouts.scale_of_maxtext(leaf.shape[axis])
+    return layouts.scale_of_maxtext(None)
 
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's
@@ -339,14 +364,17 @@ _GROUPS = (
     ("ignored", r"(nnx_aux/.+)"),
     ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),
     (PARAMETERS, rf"model/{_OURS}"),
-    *((moment, rf"optimizer/{moment}/{_OURS}") for moment in MOMENTS),
+    *((part, rf"optimizer/{part}/{_OURS}") for part in (*MOMENTS, *COPIES)),
     *((moment, rf"opt_state/0/{moment}/(?:params/)*(.+?)(?:/value)?") for moment in MOMENTS),
     (PARAMETERS, r"(?:params/)+(.+?)(?:/value)?"),
     (PARAMETERS, r"((?:token_embedder|decoder)/.+?)(?:/value)?"),
 )
 SCALAR_PATHS = {
     "maxtext": dict(zip(SCALARS, ("step", "opt_state/0/count", "opt_state/2/count"), strict=True)),
-    "nnx": dict(zip(SCALARS, ("step", "optimizer/count", "optimizer/schedule_count"), strict=True)),
+    "nnx": {
+        **dict(zip(SCALARS, ("step", "optimizer/count", "optimizer/schedule_count"), strict=True)),
+        **{name: f"optimizer/{name}" for name in (*GUARD, *SEVERAL)},
+    },
 }
 
 

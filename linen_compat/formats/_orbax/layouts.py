@@ -25,7 +25,9 @@ _LATER_GROUPS = ("layers", "moe_layers")
 
 def _rank(name: str) -> int:
     """The number of axes of a parameter in one layer, by its name in MaxText."""
-    if name.endswith(("scale", "bias")):
+    if name.endswith(("query/bias", "key/bias", "value/bias", "_bias")):
+        return 2
+    if name.endswith(("scale", "bias", "sinks")):
         return 1
     if name.startswith("self_attention/"):
         return 2 if name.endswith("_a/kernel") else 3
@@ -36,7 +38,15 @@ def _rank(name: str) -> int:
 _RANKS = {
     names: _rank(names.linen)
     for names in (
-        *(*naming.NORMS, *QK_NORMS, *naming.ATTENTION, *naming.EXPERTS, *naming.EXPERTS_OF_QWEN3),
+        *(
+            *naming.NORMS,
+            *QK_NORMS,
+            *naming.OPTIONAL,
+            *naming.EXPERT_BIASES,
+            *naming.ATTENTION,
+            *naming.EXPERTS,
+            *naming.EXPERTS_OF_QWEN3,
+        ),
         *(*naming.MLP, *naming.LATENT_ATTENTION, naming.PLAIN_QUERY[0]),
         *naming.EXPERTS_OF_DEEPSEEK,
     )
@@ -169,13 +179,13 @@ class TreeLayout:
         return sorted(layers, key=lambda layer: (self.position(layer)[2], layer))
 
 
-def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
+def scale_of_maxtext(head_dim: int | None) -> float:
     """The `model.attention_scale` of MaxText's models without latent attention.
 
-    It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
-    undo that, so models with QK norm multiply by the factor after the norm.
+    It is 1 where the factor head_dim^-0.5 is part of the query kernel. Models with a norm or a bias
+    of the queries, of which `head_dim` is given, multiply by the factor after it.
     """
-    return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
+    return 1.0 if head_dim is None else head_dim**-0.5
 
 
 def slashed(nnx_path: str) -> str:

@@ -1,26 +1,30 @@
 """Orbax checkpoints, MaxText's and this project's own, as streams of layers."""
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from linen_compat.formats import _streams as streams
-from linen_compat.formats._names import PATHS_OUTSIDE, QK_NORMS, Names, of_model
+from linen_compat.formats._names import BIASES, PATHS_OUTSIDE, QK_NORMS, Names, of_model
 from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
 from linen_compat.formats._orbax.corruption import check_databases
 from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
-from linen_compat.formats._streams import MOMENTS, PARAMETERS, ArraySpec, array_title
+from linen_compat.formats._streams import COPIES, MOMENTS, PARAMETERS, ArraySpec, array_title
 
 _PREFIXES = {
     "maxtext": {
         PARAMETERS: "params/params/",
         **{moment: f"opt_state/0/{moment}/params/" for moment in MOMENTS},
     },
-    "nnx": {PARAMETERS: "model/", **{moment: f"optimizer/{moment}/" for moment in MOMENTS}},
+    "nnx": {
+        PARAMETERS: "model/",
+        **{part: f"optimizer/{part}/" for part in (*MOMENTS, *COPIES)},
+    },
 }
 
 
@@ -76,7 +80,7 @@ class OrbaxSource:
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
         slot = self.layout.slot(self._names[path], layer)
-        return self._files.read(self.name(path, layer, part), slot.index, index)
+        return self._files.read(self._contents.parts[part][slot.leaf].stored, slot.index, index)
 
     def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
         """The chunks of the whole stored array that holds a layer, in row-major order."""
@@ -85,6 +89,12 @@ class OrbaxSource:
     def check_files(self) -> None:
         """To be called after reading every array: those errors name what is lost."""
         check_databases(self._contents.items)
+
+    def hold(self, name: str) -> None:
+        self._files.hold(name)
+
+    def release(self, name: str) -> None:
+        self._files.release(name)
 
     def close(self) -> None:
         self._files.close()
@@ -96,20 +106,30 @@ class OrbaxSource:
 class OrbaxDestination:
     """A new Orbax checkpoint, of MaxText or of this project, as a `LayerDestination`."""
 
-    parts: tuple[str, ...] = (PARAMETERS, *MOMENTS)
+    def __init__(
+        self,
+        source: streams.LayerSource,
+        folder: Path,
+        layout: TreeLayout,
+        *,
+        durable: bool = True,
+    ) -> None:
+        """Has a place for all arrays of a source. The folder is empty.
 
-    def __init__(self, source: streams.LayerSource, folder: Path, layout: TreeLayout) -> None:
-        """Has a place for all arrays of a source. The folder is empty."""
+        `durable`: see `NewArrays`.
+        """
         self.layout, self._arrays = layout, source.arrays
         self._family = "nnx" if layout.format == NNX else "maxtext"
+        self.parts = tuple(_PREFIXES[self._family])
         self.attention_scale = source.attention_scale  # which `nnx` stores
         if self._family == "maxtext":
-            norm = self._arrays.get(QK_NORMS[0].nnx)
-            scale = scale_of_maxtext(None if norm is None else norm.shape[0])
+            apart = (self._arrays.get(names.nnx) for names in (QK_NORMS[0], BIASES[0]))
+            scale = scale_of_maxtext(next((one.shape[-1] for one in apart if one), None))
             self.attention_scale = streams.scale_in_arrays(self._arrays, scale)
         self._names = names_by_path(self._arrays)
-        self._files = NewArrays(folder)
+        self._files = NewArrays(folder, durable=durable)
         self._written = set[tuple[str, str, int | None]]()
+        self._creating = threading.Lock()
 
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
@@ -117,12 +137,13 @@ class OrbaxDestination:
         names = self._names[path]
         slot = self.layout.slot(names, layer)
         leaf = _PREFIXES[self._family][part] + slot.leaf
-        if leaf not in self._files:  # the first layer decides shape and dtype for all
-            shape, axes = array.shape, range(0)
-            if layer is not None:
-                shape = self.layout.stacked(names, array.shape)
-                axes = self.layout.stacked_axes(names)
-            self._files.create(leaf, shape, array.dtype, axes)
+        with self._creating:
+            if leaf not in self._files:  # the first layer decides shape and dtype for all
+                shape, axes = array.shape, range(0)
+                if layer is not None:
+                    shape = self.layout.stacked(names, array.shape)
+                    axes = self.layout.stacked_axes(names)
+                self._files.create(leaf, shape, array.dtype, axes)
         if array.dtype != self._files.dtype(leaf):
             raise streams.Mismatch(
                 f"{array_title(path, layer, part)} is {array.dtype} and another layer of it is "
@@ -138,10 +159,10 @@ class OrbaxDestination:
         paths = SCALAR_PATHS[self._family]
         if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
             scalars = {"schedule_count": scalars["count"], **scalars}
-        for name in streams.SCALARS:
+        for name in paths:
             if name in scalars:
                 value = np.asarray(scalars[name])
-                self._files.create(paths[name], (), value.dtype)
+                self._files.create(paths[name], value.shape, value.dtype)
                 self._files.write(paths[name], (), value)
         # MaxText's optimizer is a list of three, and the second of them, weight decay, is empty.
         empty = ("opt_state/1",) if self._family == "maxtext" and "count" in scalars else ()

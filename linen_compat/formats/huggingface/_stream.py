@@ -11,12 +11,13 @@ import numpy as np
 from linen_compat.formats import _intact as checksums
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import Comparison
-from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._names import OUTSIDE
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.inspect import is_orbax
+from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import PARAMETERS, ArraySpec, Mismatch, times_ratio
-from linen_compat.formats.huggingface._architectures import CONFIG_FILE, Keys
+from linen_compat.formats.huggingface._architecture import CONFIG_FILE, FURTHER, Architecture, Keys
+from linen_compat.formats.huggingface._architectures import written_as
 from linen_compat.formats.huggingface._folder import (
     SHARD_BYTES,
     NewTensorFolder,
@@ -26,6 +27,7 @@ from linen_compat.formats.huggingface._folder import (
 from linen_compat.formats.huggingface._tensors import KNOWN_EXTRA, Index, Tensors, is_fused
 from linen_compat.formats.huggingface.config import (
     IGNORED,
+    architecture_of,
     config_from_huggingface,
     config_to_huggingface,
     read_config_json,
@@ -33,8 +35,8 @@ from linen_compat.formats.huggingface.config import (
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config._model_rules import OF_ROUTER, ROPE_SCALINGS
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.lab._files import local
-from nnx_pipeline.lab.errors import note
+from nnx_pipeline.lab._files import place
+from nnx_pipeline.lab.errors import counted, note
 
 _TABLE, _HEAD = OUTSIDE[0].huggingface, OUTSIDE[-1].huggingface
 _ROWS = 1024  # of two tensors that are compared, held in memory at a time
@@ -44,16 +46,20 @@ _MUST_AGREE = (
     *("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_experts", "num_experts_per_token"),
     *("num_heads", "num_kv_heads", "head_dim"),
     *("norm_epsilon", "norm_scale_offset", "qk_norm", "tied_embeddings"),
-    *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"]),
+    *("norm_placement", "qk_norm_over_heads", "latent_norm_epsilon", "activation"),
+    *("embedding_scale", "residual_scale", "logits_divisor", "rope_window_theta"),
+    *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"], "rope_truncate", "rope_amplitude"),
     *("num_dense_layers", "dense_mlp_dim", *OF_ROUTER, "router_groups_per_token"),
     *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "value_head_dim"),
-    *("sliding_window", "full_attention_every", "attention_soft_cap", "logits_soft_cap"),
+    *("attention_sinks", "router_logits_bias", "expert_bias"),
+    *("sliding_window", "full_attention_every", "full_attention_first", "attention_bias"),
+    *("attention_soft_cap", "logits_soft_cap"),
 )
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
     """Whether a folder is a Hugging Face model, complete or not."""
-    folder = local(checkpoint)  # an unrelated config.json may lie beside an Orbax checkpoint
+    folder = place(checkpoint)  # an unrelated config.json may lie beside an Orbax checkpoint
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
 
 
@@ -62,7 +68,7 @@ def folder_config(folder: str | Path) -> Config:
     try:
         return config_from_huggingface(folder)
     except InputError as error:
-        if (Path(folder) / CONFIG_FILE).is_file():
+        if (place(folder) / CONFIG_FILE).is_file():
             raise Mismatch(f"{folder}: {error}") from error
         raise
 
@@ -86,7 +92,7 @@ def write_huggingface(
     allow_nan: bool = True,
 ) -> None:
     """Copies the parameters of a model of a config to a new folder for `transformers`."""
-    with new_folder(folder, Room(streams.nbytes_of(source), compressed=False)) as new:
+    with new_folder(folder, Room(streams.nbytes_of(source), by_tensorstore=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
         streams.copy(source, destination, allow_nan=allow_nan)
 
@@ -111,7 +117,8 @@ class HuggingFaceSource:
         _compare(folder, self._files, model).require(folder)
         self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
         self.scalars: Mapping[str, np.ndarray] = {}
-        self._tensors = _tensors_of(model, model_arrays(model), self._files)
+        kind = architecture_of(read_config_json(folder))
+        self._tensors = tensors_of(model, model_arrays(model), kind, self._files)
         arrays = self._tensors.arrays
         self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
         stored_scale = streams.scale_in_arrays(arrays, stored_model.attention_scale)
@@ -128,8 +135,8 @@ class HuggingFaceSource:
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        array = self._tensors.join(path, layer, self._files.read, index)
-        if path == streams.QUERY and self._ratio != 1.0:
+        array = self._tensors.join(path, self._tensors.names(path, layer), self._files.read, index)
+        if path in streams.SCALED and self._ratio != 1.0:
             return times_ratio(array, self._ratio)
         return array
 
@@ -140,8 +147,12 @@ class HuggingFaceSource:
         names = self._tensors.names(path, layer)
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
+    def hold(self, name: str) -> None: ...
+
+    def release(self, name: str) -> None: ...
+
     def close(self) -> None:
-        """Nothing is held between reads."""
+        """Nothing is kept between reads."""
 
 
 class HuggingFaceDestination:
@@ -158,12 +169,14 @@ class HuggingFaceDestination:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.folder = folder
-        self.attention_scale = streams.scale_in_arrays(arrays, config.model.head_dim**-0.5)
+        kind = written_as(config.model)
+        scale = config.model.attention_scale if kind.scale else config.model.head_dim**-0.5
+        self.attention_scale = streams.scale_in_arrays(arrays, scale)
         self._values = config_to_huggingface(config)
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:
             self._values["torch_dtype"] = dtypes.pop()
-        self._tensors = _tensors_of(config.model, arrays)
+        self._tensors = tensors_of(config.model, arrays, kind)
         self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
 
     def write(
@@ -172,8 +185,9 @@ class HuggingFaceDestination:
         if part not in self.parts:
             raise InputError(f"a Hugging Face folder has no place for {part}; leave it out")
         names = self._tensors.names(path, layer)
+        where = self._tensors.place(path)
         for name, tensor in zip(names, self._tensors.split(path, array), strict=True):
-            self._files.write(name, tensor)
+            self._files.write(name, tensor, where)
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
         """Writes the index, `config.json` and checksums; no scalar has a place."""
@@ -189,14 +203,18 @@ def _meaningful(values: Keys) -> checksums.Json:
     return {key: value for key, value in values.items() if key not in IGNORED}
 
 
-def _tensors_of(
-    model: ModelConfig, arrays: Mapping[str, ArraySpec], files: TensorFolder | None = None
+def tensors_of(
+    model: ModelConfig,
+    arrays: Mapping[str, ArraySpec],
+    kind: Architecture,
+    files: TensorFolder | None = None,
 ) -> Tensors:
     """The tensors of a model; experts are fused where they are in these files."""
-    fused = files is not None and is_fused(files.specs)
+    fused = files is not None and is_fused(files.specs) and not kind.by_columns
     # transformers rotates halves; with latent attention the config says what it rotates.
     interleaved = model.rope_interleaved and model.kv_lora_rank is None
-    return Tensors(arrays, model.num_layers, model.num_dense_layers, fused, interleaved)
+    layers, dense = model.num_layers, model.num_dense_layers
+    return Tensors(arrays, layers, dense, kind.tensors, fused, interleaved, kind.by_columns)
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
@@ -212,7 +230,7 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             stored_model = dataclasses.replace(stored_model, tied_embeddings=False)
     if files.sums is not None:  # this project wrote the folder
         sum_of_config = checksums.of_values(_meaningful(read_config_json(folder)))
-        checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
+        checksums.require(files.folder, files.sums, CONFIG_FILE, sum_of_config)
     differ = [name for name in _MUST_AGREE if getattr(stored_model, name) != getattr(model, name)]
     if model.kv_lora_rank is not None:  # no kernel is scaled or reordered for it
         if stored_model.rope_interleaved != model.rope_interleaved:
@@ -223,12 +241,8 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
         f"{CONFIG_FILE} has {name}={getattr(stored_model, name)}, the model {getattr(model, name)}"
         for name in differ
     )
-    for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
-        note(
-            f"{file} is an adapter beside the model and is not read; if the model is meant with "
-            "it, merge it into the weights first (merge_and_unload of peft)"
-        )
-    tensors = _tensors_of(model, model_arrays(model), files)
+    values = read_config_json(folder)
+    tensors = tensors_of(model, model_arrays(model), architecture_of(values), files)
     expected = tensors.specs()
     for name, spec in expected.items():
         result.add(name, files.specs.get(name), spec.shape, spec.dtype)
@@ -239,7 +253,22 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             known = unused or KNOWN_EXTRA.fullmatch(name)
             (result.ignored if known else result.extra).append(name)
     result.notes.extend(_mixed_dtypes(tensors, files))
+    _leave_out_further(result, values, model.num_layers)
     return result
+
+
+def _leave_out_further(result: Comparison, values: Keys, layers: int) -> None:
+    """Takes from what is extra the modules that predict further tokens, and names them."""
+    number = max((int(values.get(key) or 0) for key in FURTHER), default=0)
+    names = tuple(f"model.layers.{layer}." for layer in range(layers, layers + number))
+    further = [name for name in result.extra if name.startswith(names)] if names else []
+    if further:
+        result.extra[:] = [name for name in result.extra if not name.startswith(names)]
+        result.ignored.extend(further)
+        note(
+            f"{further[0]} and {counted(len(further) - 1, 'other tensor')} are of modules that "
+            "predict further tokens (multi-token prediction), and are not read"
+        )
 
 
 def _has_head(files: TensorFolder) -> bool:

@@ -7,13 +7,14 @@ the dimensions of a head. Experts are tensors of their own there and one stack h
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from linen_compat.formats import _names as naming
 from linen_compat.formats._names import EARLY, PATHS_OUTSIDE
 from linen_compat.formats._streams import ArraySpec
+from linen_compat.formats._transpose import copy_into
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
@@ -34,9 +35,15 @@ _NORMS_OF_HEADS = tuple(
 )  # or of the latent vectors of queries
 _AS_IT_IS = (
     *("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale"),
-    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", naming.ROUTER_BIAS.nnx),
+    *(names.nnx for names in naming.POST_NORMS),
+    *("attention.kv_norm.scale", naming.ROUTER_BIAS.nnx, naming.SINKS.nnx),
+    naming.EXPERT_BIASES[0].nnx,
 )
-_ROTATED = ("attention.query", "attention.key", *_NORMS_OF_HEADS)  # their last axis is head_dim
+# They have one axis there, and here one for heads and one for the dimensions of a head.
+_FLAT = (*(names.nnx for names in naming.BIASES), *_NORMS_OF_HEADS)
+# Their last axis is head_dim.
+_ROTATED = ("attention.query", "attention.key", *_FLAT[:2], *_NORMS_OF_HEADS)
+_OF_EXPERTS = tuple(names.nnx for names in naming.EXPERT_BIASES[1:])
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
 _INPUT_AXES = {"attention.out": 2}  # how many axes of a kernel here are inputs; 1 for all others
 _EXPERT = "<expert>"
@@ -46,7 +53,10 @@ _EXPERT = "<expert>"
 class Tensors:
     """The names and shapes of the tensors of a Hugging Face model with these arrays.
 
+    - `names_of_class`: those of a layer's tensors, by NNX path, where they differ from the usual.
+      Arrays with the same name have its rows one after the other, in this order.
     - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
+    - `by_columns`: see `Architecture`.
     - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`, where a model of
       transformers has halves. With latent attention both sides have the same order.
     """
@@ -54,8 +64,10 @@ class Tensors:
     arrays: Mapping[str, ArraySpec]
     num_layers: int
     num_dense_layers: int = 0
+    names_of_class: Mapping[str, str] = field(default_factory=dict)
     fused: bool = False
     interleaved: bool = False
+    by_columns: bool = False
 
     def specs(self) -> dict[str, ArraySpec]:
         """Shape and dtype of every tensor by its name, layer after layer."""
@@ -94,9 +106,9 @@ class Tensors:
         layers = (None,) if path in PATHS_OUTSIDE else range(self.count(path))
         return tuple(name for layer in layers for name in self.names(path, layer))
 
-    def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
-        """One array of one layer, or a part of it, put together from tensors that `read` gives."""
-        shape, names = self.arrays[path].shape, self.names(path, layer)
+    def join(self, path: str, names: tuple[str, ...], read: Read, index: Index = ()) -> np.ndarray:
+        """One array, or a part of it, put together from the tensors `names` that `read` gives."""
+        shape = self.arrays[path].shape
         index = index or (slice(None),) * len(shape)
         if self.interleaved and path in _ROTATED:  # of a head its values are read together
             whole = self._joined(path, names, read, (*index[:-1], slice(None)))
@@ -108,8 +120,15 @@ class Tensors:
         shape = self.arrays[path].shape
         if _inner(path) in _AS_IT_IS:
             return read(names[0], index)
+        if self._is_by_columns(path):
+            *before, cut = index
+            columns, (first, step) = range(shape[-1])[cut], self._turn(path)
+            wide = slice(step * columns.start, step * columns.stop)
+            return read(names[0], (*before, wide))[..., first::step]
+        if _inner(path) in _FLAT:
+            return _unflattened(read, names[0], index, shape)
         if not self._is_stack(path):
-            return _kernel(path, lambda cut: read(names[0], cut), index, shape)
+            return _kernel(path, self._of_rows(path, names[0], read), index, shape)
         experts = range(shape[0])[index[0]]
         parts = (
             _kernel(path, self._of_expert(path, names, expert, read), index[1:], shape[1:])
@@ -118,12 +137,17 @@ class Tensors:
         return _stack(parts, len(experts))
 
     def split(self, path: str, array: np.ndarray) -> Iterator[np.ndarray]:
-        """The tensors that hold one array, in the order of `names`; never in the fused form."""
+        """The tensors, or their rows, that hold one array, in the order of `names`."""
         if self.interleaved and path in _ROTATED:
             array = array[..., np.argsort(_interleaving(array.shape[-1]))]
-        if _inner(path) in _AS_IT_IS:
+        if _inner(path) in _AS_IT_IS or self._is_by_columns(path):
             yield array
+        elif _inner(path) in _FLAT:
+            yield array.reshape(-1)
         elif self._is_stack(path):
+            if _EXPERT not in self._name(path):
+                yield np.swapaxes(array, 1, 2)
+                return
             for expert in array:
                 yield expert.T
         else:
@@ -132,10 +156,53 @@ class Tensors:
 
     def _name(self, path: str) -> str:
         """What the tensor of one array is called below `model.layers.<number>`."""
-        if self.fused and path in _FUSED:
-            return _FUSED[path]
+        if path in self._joint:
+            return self._joint[path]
         _, of_layers = naming.of_model(self.arrays)
         return next(names.huggingface for names in of_layers if names.nnx == path)
+
+    def _is_by_columns(self, path: str) -> bool:
+        return self.by_columns and path in (*_STACKED, *_OF_EXPERTS)
+
+    def _turn(self, path: str) -> tuple[int, int]:
+        """The first column of an array in its tensor, and from one to the next."""
+        same = [other for other, name in self._joint.items() if name == self._joint[path]]
+        return same.index(path), len(same)
+
+    def place(self, path: str) -> Index:
+        """The part of its tensor that an array is; empty for the whole."""
+        if self._is_by_columns(path):
+            first, step = self._turn(path)
+            return () if step == 1 else (slice(first, None, step),)
+        start = self.first_row(path)
+        if self._outputs(path) == self._all_outputs(path):
+            return ()
+        return (slice(start, start + self._outputs(path)), slice(None))
+
+    @property
+    def _joint(self) -> Mapping[str, str]:
+        return _FUSED if self.fused else self.names_of_class
+
+    def first_row(self, path: str) -> int:
+        """Where the rows of an array begin in its tensor, which may hold other arrays too."""
+        if path not in self._joint:
+            return 0
+        same = [other for other, name in self._joint.items() if name == self._joint[path]]
+        return sum(map(self._outputs, same[: same.index(path)]))
+
+    def _outputs(self, path: str) -> int:
+        """How many rows one array has in a tensor `[…, out, in]`."""
+        shape = self.arrays[path].shape
+        if self._is_stack(path):
+            return shape[-1]
+        return math.prod(shape[_INPUT_AXES.get(_inner(path), 1) :])
+
+    def _all_outputs(self, path: str) -> int:
+        """How many rows its tensor has."""
+        if path not in self._joint:
+            return self._outputs(path)
+        name = self._joint[path]
+        return sum(self._outputs(other) for other, of in self._joint.items() if of == name)
 
     def _is_stack(self, path: str) -> bool:
         """Whether an array here is a stack of the matrices of several experts."""
@@ -146,32 +213,40 @@ class Tensors:
         shape = self.arrays[path].shape
         if _inner(path) in _AS_IT_IS:
             return shape
+        if _inner(path) in _FLAT:
+            return (math.prod(shape),)
+        if self._is_by_columns(path):
+            return (*shape[:-1], shape[-1] * self._turn(path)[1])
+        outputs = self._all_outputs(path)
         if self._is_stack(path):
-            experts, inputs, outputs = shape
-            if not self.fused:
-                return outputs, inputs
-            halves = 1 if path.endswith("down") else 2
-            return experts, halves * outputs, inputs
-        inputs = math.prod(shape[: _INPUT_AXES.get(_inner(path), 1)])
-        return math.prod(shape) // inputs, inputs
+            whole = (shape[0],) if _EXPERT not in self._name(path) else ()
+            return *whole, outputs, shape[1]
+        return outputs, math.prod(shape[: _INPUT_AXES.get(_inner(path), 1)])
+
+    def _of_rows(self, path: str, name: str, read: Read) -> Callable[[Index], np.ndarray]:
+        """A function that reads parts of one array's rows of a tensor `[…, out, in]`."""
+        start, outputs = self.first_row(path), self._outputs(path)
+
+        def read_rows(index: Index) -> np.ndarray:
+            *before, cut, columns = index
+            rows = range(outputs)[cut]
+            return read(name, (*before, slice(start + rows.start, start + rows.stop), columns))
+
+        return read_rows
 
     def _of_expert(
         self, path: str, names: tuple[str, ...], expert: int, read: Read
     ) -> Callable[[Index], np.ndarray]:
         """A function that reads parts of one expert's kernel, `[out, in]`."""
-        if not self.fused:
+        if _EXPERT in self._name(path):
             return lambda index: read(names[expert], index)
-        outputs = self.arrays[path].shape[2]
-        # In their shared tensor the rows of gate come first, then those of up.
-        start = outputs if path.endswith("up") else 0
+        of_all = self._of_rows(path, names[0], read)
 
-        def read_fused(index: Index) -> np.ndarray:
-            rows = range(outputs)[index[0]]
-            cut = slice(start + rows.start, start + rows.stop)
-            row: np.ndarray = read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
-            return row
+        def read_one(index: Index) -> np.ndarray:
+            one: np.ndarray = of_all((slice(expert, expert + 1), *index))[0]
+            return one
 
-        return read_fused
+        return read_one
 
 
 def _inner(path: str) -> str:
@@ -204,6 +279,13 @@ def _kernel(
     return cut
 
 
+def _unflattened(read: Read, name: str, index: Index, shape: tuple[int, ...]) -> np.ndarray:
+    """A part of an array of this shape, from a tensor that has all its axes in one."""
+    flat = read(name, (_rows(index, shape),))
+    part: np.ndarray = flat.reshape(-1, *shape[1:])[(slice(None), *index[1:])]
+    return part
+
+
 def _rows(index: Index, shape: tuple[int, ...]) -> slice:
     """The rows of a flattened group of axes that the slice of its first axis selects."""
     chosen, inner = range(shape[0])[index[0]], math.prod(shape[1:])
@@ -214,7 +296,7 @@ def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
     """A stack of arrays of one shape, with one of them in memory beside it."""
     first = next(parts)
     stack = np.empty((count, *first.shape), first.dtype)
-    stack[0] = first
+    copy_into(stack[0], first)
     for number, part in enumerate(parts, start=1):
-        stack[number] = part
+        copy_into(stack[number], part)
     return stack

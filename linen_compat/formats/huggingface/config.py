@@ -10,22 +10,23 @@ from pathlib import Path
 
 from linen_compat.formats._intact import Json
 from linen_compat.formats.huggingface import _rope as ropes
-from linen_compat.formats.huggingface._architectures import (
-    ARCHITECTURES,
+from linen_compat.formats.huggingface import _windows as windows
+from linen_compat.formats.huggingface._architecture import (
     CONFIG_FILE,
-    LLAMA,
+    FURTHER,
     LONGEST,
-    WINDOW,
     Allowed,
     Architecture,
     Keys,
     Only,
-    written_as,
 )
+from linen_compat.formats.huggingface._architectures import ARCHITECTURES, written_as
+from linen_compat.formats.huggingface._first_classes import GROUP_METHODS, LLAMA
+from linen_compat.formats.huggingface._quantized import check_quantization
 from linen_compat.formats.huggingface._rope import agreed
 from nnx_pipeline import Config, InputError, ModelConfig
-from nnx_pipeline.config.model import DTYPES
-from nnx_pipeline.lab._files import local, read_regular
+from nnx_pipeline.config.model import DTYPES, Activation
+from nnx_pipeline.lab._files import place, read_regular
 from nnx_pipeline.lab.errors import divides, note, once, one_of, unparsed
 
 _REQUIRED = {
@@ -35,21 +36,16 @@ _REQUIRED = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
-_OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
-# What a model of any class must have; there is no key for another value.
-_FIXED = {
-    "norm_scale_offset": 0.0,
-    "attention_bias": None,
-    "attention_soft_cap": None,
-    "logits_soft_cap": None,
-    "full_attention_every": None,
+# The activations of transformers with the same of this project; the first is written.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
+_OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
 # Keys of any class that have supported values only. None stands for null.
 _ONLY: Only = {
-    "hidden_act": Allowed(("silu", None), "the gated MLP here has no other activation"),
-    "attention_bias": Allowed((False, None), "it is not read yet, and attention has no bias here"),
     "mlp_bias": Allowed((False, None), "the MLP has no bias here"),
-    "partial_rotary_factor": Allowed((1.0, None), "every dimension of a head is rotated here"),
     "attention_dropout": Allowed(
         (0.0, None), "attention weights have no dropout here; set it to 0 to go on"
     ),
@@ -59,12 +55,20 @@ _ONLY: Only = {
     "is_encoder_decoder": Allowed((False, None), "the model here is a decoder"),
     # transformers takes null for false.
     "is_causal": Allowed((True,), "a token reads those before it alone here"),
-    "quantization_config": Allowed((None,), "save the model with plain float weights"),
     "compression_config": Allowed((None,), "save the model with plain float weights"),
 }
 _READ_ELSEWHERE = {
-    *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
-    *(*ropes.KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
+    *("architectures", "model_type", "num_key_value_heads", "head_dim", LONGEST),
+    *(
+        *ropes.KEYS,
+        *windows.KEYS,
+        "hidden_act",
+        "torch_dtype",
+        "dtype",
+        "tie_word_embeddings",
+        "attention_bias",
+        "quantization_config",
+    ),
 }
 # A key like these may always affect how weights are stored, so no error advises to remove it.
 _OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
@@ -95,42 +99,47 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
     and warns of unknown keys whose value is false, 0, null or empty.
     """
     values = source if isinstance(source, Mapping) else read_config_json(source)
-    architecture = _architecture(values)
+    architecture = architecture_of(values)
     values = _renamed(values, architecture)
     _refuse_unknown(values, architecture)
     _refuse_values(values, architecture)
     absent = architecture.absent
     fields: Json = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
     fields |= {ours: values.get(key, absent[key]) for key, ours in _OPTIONAL.items()}
-    fields |= {ours: values.get(key, absent[key]) for key, ours in architecture.experts.items()}
+    fields |= {ours: values.get(key, absent[key]) for key, ours in architecture.keys.items()}
+    fields["attention_bias"] = _biases(values, architecture)
     if architecture.is_routed and fields["num_experts"] == 1:
-        key = next(iter(architecture.experts))
+        key = next(key for key, ours in architecture.keys.items() if ours == "num_experts")
         raise InputError(
             f"{CONFIG_FILE}: {key}=1 is not supported, because a model with one "
             f"expert has no router here; choose 2 or more, or the architecture {LLAMA.name}"
         )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
-    rope = ropes.fields_of_rope(values, absent["rope_theta"], latent=architecture.latent)
+    rope = ropes.fields_of_rope(values, architecture)
     if architecture.latent:
         head_dim, scale = ropes.latent_head_dim(values, absent), ropes.attention_scale_in(values)
-        if fields["num_dense_layers"]:
-            fields["dense_mlp_dim"] = values["intermediate_size"]
+        if fields["norm_epsilon"] != ropes.LATENT_EPSILON:
+            fields["latent_norm_epsilon"] = ropes.LATENT_EPSILON
     else:
         head_dim = _head_dim(values, absent, fields["embed_dim"], fields["num_heads"])
         scale = 1.0
-    dtype = _dtype(values)
+        rope |= ropes.partial_rotary(values, architecture, head_dim)
+    fields["activation"] = _activation(values, architecture)
+    if fields.get("num_dense_layers"):
+        fields["dense_mlp_dim"] = values["intermediate_size"]
+    if architecture.root_embedding:
+        fields["embedding_scale"] = fields["embed_dim"] ** 0.5
+    dtype, longest = _dtype(values), _longest(values, absent)
     model = ModelConfig(
-        **{**architecture.fixed, **fields},
-        **rope,
+        **{**fields, **architecture.fixed, **rope},
+        **windows.fields_of_windows(values, architecture, longest),
         num_kv_heads=fields["num_heads"] if groups is None else groups,
         head_dim=head_dim,
-        qk_norm=architecture.qk_norm,
-        tied_embeddings=bool(values.get("tie_word_embeddings")),
-        attention_scale=head_dim**-0.5 * scale,
+        tied_embeddings=bool(values.get("tie_word_embeddings", absent.get("tie_word_embeddings"))),
+        attention_scale=_attention_scale(values, architecture, head_dim**-0.5 * scale),
         dtype=dtype,
         param_dtype=dtype,
-        max_position_embeddings=_longest(values, absent),
-        sliding_window=_window(values, architecture),
+        max_position_embeddings=longest,
     )
     return Config(model=model)
 
@@ -138,8 +147,8 @@ def config_from_huggingface(source: str | Path | Keys) -> Config:
 def config_to_huggingface(config: Config) -> Json:
     """The contents of `config.json`, for transformers 4 and 5, of a model.
 
-    It is a Mixtral, or with one expert a Llama; a Qwen3 with QK norm, with experts or without; with
-    latent attention a DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3. The longest sequence is
+    Its class is the first of `_architectures.ARCHITECTURES` that can say all that the model
+    computes, such as Mixtral, or with one expert Llama. The longest sequence is
     that of the model where the config has it, and otherwise that of training. `attention_scale` has
     no key: it is part of the query kernel or head_dim^-0.5, and for DeepSeek from `mscale_all_dim`.
 
@@ -147,49 +156,45 @@ def config_to_huggingface(config: Config) -> Json:
     """
     model = config.model
     architecture = written_as(model)
-    for name, only in {**_FIXED, **architecture.fixed}.items():
-        if getattr(model, name) != only:
-            what = architecture.name if architecture.latent else "Hugging Face model"
-            raise InputError(
-                f"model.{name}={getattr(model, name)!r} has no place in a {what}; only "
-                f"a model with {only!r} can be saved in this format"
-            )
     if model.tied_head_dtype is not None:
         raise InputError(
             f"model.tied_head_dtype={model.tied_head_dtype!r} has no place in a Hugging Face "
             "model, which does not round the table of tied embeddings; set it to None to save the "
             "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
-    if architecture.latent:
-        ropes.check_savable_latent(model)
+    ropes.check_savable_latent(model, architecture)
     if architecture.heads_divide:
         divides(
             model.num_heads,
             model.embed_dim,
             rule=f"model.embed_dim={model.embed_dim} is not a multiple of "
             f"model.num_heads={model.num_heads}, as transformers asks of a "
-            f"{'DeepSeek-V2' if architecture.latent else 'Llama'}",
+            f"{architecture.name}",
         )
-    keys = {**_REQUIRED, **_OPTIONAL, **architecture.experts}
+    keys = {**_REQUIRED, **_OPTIONAL, **architecture.keys}
     return {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
         **{key: getattr(model, ours) for key, ours in keys.items()},
         **{key: allowed[0] for key, (allowed, _) in architecture.only.items() if allowed},
         "num_key_value_heads": model.num_kv_heads,
-        "hidden_act": "silu",
+        architecture.activation: _activation_key(model, architecture),
+        **_scale_keys(model, architecture),
         **(ropes.latent_keys(model) if architecture.latent else {"head_dim": model.head_dim}),
-        **ropes.rope_keys(model),
+        **_dense_keys(model, architecture),
+        **ropes.rope_keys(model, architecture),
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
-        **({WINDOW: model.sliding_window} if architecture.reads_window else {}),
+        **windows.keys_of_windows(model, architecture),
+        **({"attention_bias": model.attention_bias is not None} if architecture.biases else {}),
         "tie_word_embeddings": model.tied_embeddings,
+        "pad_token_id": None,  # some classes have one by default, which must be below vocab_size
         "torch_dtype": model.param_dtype,
     }
 
 
 def read_config_json(path: str | Path) -> Json:
     """The contents of the `config.json` of a folder, or of the file itself."""
-    file = local(path)
+    file = place(path)
     if file.is_dir():
         file = file / CONFIG_FILE
     if not file.is_file():
@@ -212,7 +217,7 @@ def read_json(file: Path) -> Json:
     return values
 
 
-def _architecture(values: Keys) -> Architecture:
+def architecture_of(values: Keys) -> Architecture:
     """The class of the model, from `architectures` or else from `model_type`."""
     names, kind = values.get("architectures"), values.get("model_type")
     known = ", ".join(ARCHITECTURES)
@@ -223,7 +228,8 @@ def _architecture(values: Keys) -> Architecture:
         return classes[0]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in [*ARCHITECTURES]:
         raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
-    if kind not in (None, ARCHITECTURES[names[0]].model_type):
+    known_as = (ARCHITECTURES[names[0]].model_type, *ARCHITECTURES[names[0]].other_types)
+    if kind not in (None, *known_as):
         raise InputError(
             f"{CONFIG_FILE}: model_type={kind!r} contradicts architectures={names!r}; "
             "correct one of them"
@@ -236,7 +242,10 @@ def _renamed(values: Keys, architecture: Architecture) -> Json:
     by_name: dict[str, Json] = {}
     for key, value in values.items():
         by_name.setdefault(architecture.other_names.get(key, key), {})[key] = value
-    return {key: agreed(same, None) for key, same in by_name.items()}
+    found = {key: agreed(same, None) for key, same in by_name.items()}
+    if {**architecture.absent, **found}.get("topk_method") == GROUP_METHODS[0]:
+        found |= {"n_group": 1, "topk_group": 1}  # it does not read them
+    return found
 
 
 def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
@@ -244,7 +253,8 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
 
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
     """
-    name, specific = architecture.name, {*architecture.experts, *architecture.only}
+    name, specific = architecture.name, {*architecture.keys, *architecture.only}
+    specific |= {*architecture.absent}
     specific |= {*ropes.READ_ELSEWHERE} if architecture.latent else set()
     known = {*_REQUIRED, *_OPTIONAL, *specific, *_ONLY, *_READ_ELSEWHERE, *IGNORED}
     unknown = {key: value for key, value in values.items() if key not in known}
@@ -263,6 +273,7 @@ def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
 
 def _refuse_values(values: Keys, architecture: Architecture) -> None:
     """Raises InputError for keys whose value is not computed here."""
+    check_quantization(values)
     for key, (allowed, reason) in {**_ONLY, **architecture.only}.items():
         absent = architecture.absent.get(key, *allowed[:1])
         value = values.get(key, absent)
@@ -272,31 +283,69 @@ def _refuse_values(values: Keys, architecture: Architecture) -> None:
             )
     if (tied := values.get("tie_word_embeddings")) not in (None, True, False):
         raise InputError(f"{CONFIG_FILE}: tie_word_embeddings={tied!r} is not true or false")
-    kinds = values.get("layer_types") or []
-    others = [kind for kind in kinds if kind != "full_attention"]
-    if others:
-        raise InputError(
-            f"{CONFIG_FILE}: layer_types has {others[0]!r}, which is not supported, only "
-            "'full_attention'; convert another model"
-        )
 
 
-def _window(values: Keys, architecture: Architecture) -> int | None:
-    """The sliding window; None where no sequence is longer."""
-    absent = architecture.absent
-    # Qwen3's window has no effect: it needs use_sliding_window, which is refused.
-    if "use_sliding_window" in architecture.only or values.get(WINDOW, absent.get(WINDOW)) is None:
-        return None
-    window = _whole_or_missing({**absent, **values}, WINDOW)
-    longest = _longest(values, absent)
-    if window >= longest:
-        return None
-    if not architecture.reads_window:
+def _biases(values: Keys, architecture: Architecture) -> str | None:
+    """Which projections of attention have a bias."""
+    found = values.get("attention_bias", architecture.absent.get("attention_bias"))
+    wrong = found not in (True, False, None) or (found and not architecture.biases)
+    if wrong and "attention_bias" not in architecture.only:
         raise InputError(
-            f"{CONFIG_FILE}: {WINDOW}={window} is smaller than {LONGEST}={longest}, and a "
-            f"{architecture.name} of transformers reads the whole sequence; set it to null"
+            f"{CONFIG_FILE}: attention_bias={found!r} is not supported, only False: attention "
+            f"of a {architecture.name} has no bias here"
         )
-    return window
+    return architecture.biases if found else None
+
+
+def _activation(values: Keys, architecture: Architecture) -> Activation:
+    key = architecture.activation
+    found = values.get(key)
+    found = architecture.absent.get(key, "silu") if found is None else found
+    if not isinstance(found, str) or found not in _ACTIVATIONS:
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise InputError(f"{CONFIG_FILE}: {key}={found!r} is not supported, only {known}")
+    return _ACTIVATIONS[found]
+
+
+def _activation_key(model: ModelConfig, architecture: Architecture) -> str:
+    """The inverse of `_activation`; a class with an activation of its own says `silu`."""
+    if "activation" in architecture.fixed:
+        return "silu"
+    return next(key for key, ours in _ACTIVATIONS.items() if ours == model.activation)
+
+
+def _attention_scale(values: Keys, architecture: Architecture, usual: float) -> float:
+    """The factor on scores, where the class has a key for it."""
+    key = architecture.scale
+    if key is None:
+        return usual
+    found = values.get(key, architecture.absent[key])
+    if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
+        raise InputError(f"{CONFIG_FILE}: {key}={found!r} is not a number above 0")
+    return float(found) if key == "attention_multiplier" else float(found**-0.5)
+
+
+def _scale_keys(model: ModelConfig, architecture: Architecture) -> Json:
+    """The inverse of `_attention_scale`."""
+    if architecture.scale is None:
+        return {}
+    if architecture.scale == "attention_multiplier":
+        return {architecture.scale: model.attention_scale}
+    exact = model.attention_scale**-2
+    whole = round(exact)  # such as 144, which two roots have rounded
+    same = whole > 0 and whole**-0.5 == model.attention_scale
+    return {architecture.scale: whole if same else exact}
+
+
+def _dense_keys(model: ModelConfig, architecture: Architecture) -> Json:
+    """The keys for layers without experts, and for modules that are not there."""
+    if "num_dense_layers" not in architecture.keys.values():
+        return {}
+    # Without this key transformers takes it that some models predict several tokens.
+    ahead = {FURTHER[0]: 0} if model.router_score == "sigmoid" else {}
+    method = {"topk_method": GROUP_METHODS[model.router_groups > 1]}
+    groups = method if architecture.only.get("topk_method", ((),))[0] == GROUP_METHODS else {}
+    return {**ahead, **groups, "intermediate_size": model.dense_mlp_dim or model.mlp_dim}
 
 
 def _longest(values: Keys, absent: Keys) -> int:

@@ -44,6 +44,7 @@ class GroupedExperts:
 
     group: int | None = None
     tiles: tuple[int, ...] | None = None
+    activation: str = "silu"
 
     def __call__(
         self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
@@ -58,7 +59,8 @@ class GroupedExperts:
         rule = f"model.expert_group={group} does not divide the {local} experts of a device"
         is_divisor(group, local, rule=rule)
         products = products_for(rows, self.tiles, share=every // group)
-        grouped = _OnDevice.of("grouped", every, layout, products=products, group=group)
+        more = {"products": products, "group": group, "activation": self.activation}
+        grouped = _OnDevice.of("grouped", every, layout, **more)
         order = grouped.sort(experts)
         # Cast here, kernels have gradients in the dtype of the model; adding them up casts to the
         # dtype of the parameters.

@@ -11,6 +11,7 @@ from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops._fast_attention.kernels import Kernel
 from nnx_pipeline.ops._low_precision import Product, full_product
+from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, gather_weight
 
 
@@ -88,7 +89,7 @@ def self_attention(
     grouped = layout.spec("batch", None, "kv_heads", None, None)
     mixed = kernel(query, key, value, segment_ids, grouped=grouped)
     out_kernel = gather_weight(
-        kernels.out.astype(x.dtype),
+        cast_at_use(kernels.out, x.dtype),
         layout.spec("heads", None, "embed"),
         layout.spec("heads", None, None),
     )
@@ -102,7 +103,9 @@ def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array
     kernel: Array = getattr(kernels, name)
     heads = "heads" if name == "query" else "kv_heads"
     gathered = gather_weight(
-        kernel.astype(x.dtype), layout.spec("embed", heads, None), layout.spec(None, heads, None)
+        cast_at_use(kernel, x.dtype),
+        layout.spec("embed", heads, None),
+        layout.spec(None, heads, None),
     )
     out = layout.spec("batch", None, heads, None)
     result = kernels.product("bsd,dhk->bshk", x, gathered, out)

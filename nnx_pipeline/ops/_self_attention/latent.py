@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.ops._fast_attention.kernels import Kernel
+from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding
 
 
@@ -108,4 +109,4 @@ def _up(x: Array, kernel: Array, layout: Layout, first: str) -> Array:
 def _used(kernel: Array, x: Array, layout: Layout, names: tuple[str | None, ...]) -> Array:
     """A kernel in the dtype of `x`, gathered over the axes of the stream and of latent vectors."""
     whole = (None if name in ("embed", "latent") else name for name in names)
-    return gather_weight(kernel.astype(x.dtype), layout.spec(*names), layout.spec(*whole))
+    return gather_weight(cast_at_use(kernel, x.dtype), layout.spec(*names), layout.spec(*whole))
