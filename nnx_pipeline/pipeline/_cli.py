@@ -26,6 +26,7 @@ class Numbers:
     repeats: int
     delay: int
     layers: int | None
+    stage_layers: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,13 @@ class ScheduleFiles:
         "--layers",
         type=COUNT,
         help="Layers of the model, to show which stage has which, and what padding costs.",
+    ),
+    click.option(
+        "--stage-layers",
+        default="auto",
+        show_default=True,
+        metavar="LIST",
+        help="How many layers each stage has in each repeat, as in pipeline.stage_layers.",
     ),
 )
 @click.option(
@@ -142,8 +150,13 @@ def _show_plan(
     views: list[Any] = [text.summary(plan), text.Timetable(plan), text.legend(plan)]
     layers = {}
     if numbers.layers is not None:
-        stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
-        views += [text.summary_of_layers(stack, plan), text.layers_table(stack)]
+        stack = make_stack(
+            numbers.layers,
+            stages=plan.stages,
+            repeats=plan.repeats,
+            stage_layers=numbers.stage_layers,
+        )
+        views += [text.summary_of_layers(stack, plan), text.layers_table(stack, plan)]
         layers = {"layers": text.layers_to_json(stack, plan)}
     for view in views:
         show(view, json_path=json_path)
@@ -164,10 +177,10 @@ def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
 
     context = click.get_current_context()
     from_the_line = click.core.ParameterSource.COMMANDLINE
-    numbers = ("stages", "microbatches", "repeats", "delay", "layers")
+    numbers = ("stages", "microbatches", "repeats", "delay", "layers", "stage_layers")
     for option in (*numbers, "name", "picture", "both", "csv"):
         if context.get_parameter_source(option) is from_the_line:
-            flag = "schedule" if option == "name" else option
+            flag = "schedule" if option == "name" else option.replace("_", "-")
             raise InputError(f"--{flag} has no meaning with --read; leave it out")
     check_outputs(json=json_path)
     if json_path and os.path.realpath(json_path) == os.path.realpath(str(files.read)):

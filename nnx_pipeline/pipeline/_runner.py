@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, POLICIES
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, remat_of
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.lab.mesh import ambient_mesh
@@ -28,6 +28,7 @@ from nnx_pipeline.pipeline.schedule import (
     Schedule,
     make_schedule,
 )
+from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage._split import BatchSplit
 from nnx_pipeline.pipeline.stage._whole_batch import run_whole_batch
 from nnx_pipeline.pipeline.stage.layers import LayerSequence, Side, StageLayers
@@ -195,9 +196,16 @@ class Runner:
 
     @property
     def _sequence(self) -> LayerSequence:
-        remat = POLICIES[self.config.remat]
+        remat = remat_of(self.config.remat)
         stack = self.stack
-        return LayerSequence(stack.per_stage, stack.kinds, remat, self.in_microbatches)
+        return LayerSequence(
+            stack.per_stage,
+            stack.kinds,
+            remat,
+            self.in_microbatches,
+            self.config.unrolled_layers,
+            self.config.remat_groups,
+        )
 
     @property
     def _stacked_layers(self) -> StackedLayers:
@@ -215,11 +223,22 @@ class Runner:
             )
         return LoopOptions(
             shift_by=self.config.shift,
-            remat=POLICIES[self.config.remat],
+            remat=remat_of(self.config.remat),
             saved_in_stage=(LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
             accumulate=accumulate,
             cast_at_use=self.weights.cast_at_use,
+            sums_in_layers=self._sums_in_layers,
+            depths=self.stack.depths if self.stack.padding else (),
         )
+
+    @property
+    def _sums_in_layers(self) -> bool:
+        """Whether a scan over the layers of a stage adds up their gradients."""
+        # Of more than two repeats a visit's gradients go to a slice of one array. Gathered weights
+        # have other accumulators than the layers that they are of.
+        scanned = self.stack.per_stage > 1 and not self._sequence.unrolled
+        few = self.stack.repeats <= repeats.SEPARATE_REPEATS
+        return scanned and few and not gathered_axes(self.config)
 
 
 def make_runner(
@@ -238,7 +257,7 @@ def make_runner(
         stages=ambient_mesh().stage,
         repeats=config.num_repeats,
         kinds=kinds,
-        pad=config.pad_layers,
+        stage_layers=config.stage_layers,
     )
     on_mesh = layout.axes("batch")
     zero1 = tuple(axis for axis in on_mesh if axis in weights.zero1)

@@ -25,10 +25,10 @@ class CircularPipeline(nnx.Module):
     """A pipeline of stacked layers in which a microbatch passes all stages `num_repeats` times.
 
     Every parameter of `self.layers` is `[repeats, stages, layers per stage, …]`, with layer =
-    (repeat · stages + stage) · layers per stage + j. Create and call the pipeline under the same
-    `jax.set_mesh`. A mesh without stages is a pipeline of one stage, with the same options; with
-    one microbatch the layers run one after the other on the whole batch. Initial values depend on
-    `rngs`, not on the mesh.
+    (repeat · stages + stage) · layers per stage + j, unless `config.stage_layers` says otherwise.
+    Create and call the pipeline under the same `jax.set_mesh`. A mesh without stages is a pipeline
+    of one stage, with the same options; with one microbatch the layers run one after the other on
+    the whole batch. Initial values depend on `rngs`, not on the mesh.
 
     - `config`: how the layers run over the stages.
     - `layers`: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]`
@@ -54,17 +54,17 @@ class CircularPipeline(nnx.Module):
       multiple of their number, and `self.layers` is a list with the stack of each kind. All kinds
       pass on the same activations and get the same `side`, and each reports the same metrics, or
       None.
-    - `num_layers`: of the whole model. With `config.pad_layers` they need not divide into stages
-      and repeats: the last places compute on parameters that are never trained, and what they
-      compute is discarded.
+    - `num_layers`: of the whole model. With `config.stage_layers` they need not divide into stages
+      and repeats: the places after the layers of a visit compute on parameters that are never
+      trained, and what they compute is discarded.
     - `rngs`: whose `params` stream gives each layer a key of its own.
     - `layout`: the mesh axes that each logical axis is sharded over.
     - `weights`: the dtypes in which weights are gathered and gradients added up, and whether each
       device gets full gradients or a shard of them.
 
-    With `backward=accumulate`, `fsdp_gather` other than `use` and the 1F1B schedule there is no
-    forward mode (`jax.jvp`). Outside of `jax.jit` it raises InputError with the cure; within it JAX
-    raises an error of its own.
+    With `backward=accumulate`, `fsdp_gather` other than `use`, the 1F1B schedule and more layers
+    per stage than `unrolled_layers` there is no forward mode (`jax.jvp`). Outside of `jax.jit` it
+    raises InputError with the cure; within it JAX raises an error of its own.
 
     Raises InputError when layers do not divide, when one holds a variable in two places or changes
     one that is not state, and when it is called with microbatches that do not fit the stages.

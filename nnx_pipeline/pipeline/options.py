@@ -37,6 +37,9 @@ class LoopOptions:
     - `accumulate`: how the loop adds up gradients. With None, JAX differentiates the circular loop
       by transposing its scan, and 1F1B, which always adds up gradients, uses the defaults.
     - `cast_at_use`: as in `WeightOptions`.
+    - `sums_in_layers`: whether the stage function takes its weights `WithSums`.
+    - `depths`: for each repeat the first place in which no stage has a layer, for the circular loop
+      and a stage function that takes its side inputs `AtDepth`; () for places that all have one.
     - `bubble_fill`: the value of the buffers before anything arrives.
 
     Raises InputError for an unknown `shift_by`.
@@ -47,6 +50,8 @@ class LoopOptions:
     saved_in_stage: tuple[str, ...] = ()
     accumulate: Accumulation | None = None
     cast_at_use: bool = False
+    sums_in_layers: bool = False
+    depths: tuple[int, ...] = ()
     bubble_fill: float = 0.0
 
     def __post_init__(self) -> None:

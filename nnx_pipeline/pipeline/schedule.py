@@ -2,6 +2,7 @@
 
 import functools
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -91,6 +92,12 @@ class CircularSchedule:
         time = np.arange(self.ticks)[:, None] - self.delay * np.arange(self.stages)
         repeat, microbatch = np.divmod(time, self.microbatches)
         return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
+
+    def depth_at_ticks(self, depths: Sequence[int]) -> np.ndarray:
+        """The largest of `depths`, one for each repeat, of the visits of each tick: int32."""
+        of_visits = np.asarray(depths, np.int32)[self.visits.repeat]
+        most: np.ndarray = np.where(self.visits.active, of_visits, np.int32(0)).max(axis=1)
+        return most
 
     def to_json(self) -> dict[str, object]:
         """The numbers and the timetable: [microbatch, repeat] by tick and stage."""

@@ -8,13 +8,17 @@ from pathlib import Path
 from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.lab.errors import InputError
 
+MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless it has diverged
+
 # Fields that say how something is computed and not what: they change numbers by rounding only.
 # The same holds for `pipeline`, but for the number of microbatches, see `_check_microbatches`.
 HOW = {
     "model": ("attention", "attention_block", "embedding", "expert_group"),
     "train": ("loss_chunks", "shard_optimizer_over_data"),
 }
-RATE = "train.learning_rate"  # may become another one, where that is asked for
+RATE = "train.learning_rate"
+# Fields of `train` that may become others where that is asked for.
+FREE = ("learning_rate", "schedule_steps", "max_skipped_steps", "spike_factor", "spike_interval")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class SavedRun:
     """A run that was saved, without its arrays.
 
     The folder `newest` has the number of its newest step as its name. `config` is that of the first
-    training, but for the learning rate, which is that of the last.
+    training, but for the fields of `FREE`, which are those of the last.
     """
 
     newest: Path
@@ -46,12 +50,14 @@ class SavedRun:
     ) -> Config:
         """The config of the run from now on, if training goes on with the losses it would have had.
 
-        The pipeline and fields of `HOW` may be others, and `RATE` if it is in `fields`, the fields
-        that the user has set. Raises InputError where the losses would be others.
+        The pipeline and fields of `HOW` may be others, and those of `FREE` that are in `fields`,
+        the fields that the user has set. Raises InputError where the losses would be others.
         """
         run = self.newest.parent
         before, after = to_dict(self.config), to_dict(config)
-        free = {RATE} if RATE in fields else set()
+        free = {f"train.{name}" for name in FREE if f"train.{name}" in fields}
+        if before["train"]["max_skipped_steps"] and not config.train.max_skipped_steps:
+            free.discard("train.max_skipped_steps")  # how many were skipped has a place no more
         changed = [
             (f"{section}.{name}", value, after[section][name])
             for section, how in HOW.items()
@@ -63,12 +69,14 @@ class SavedRun:
             more = f" ({len(others)} more of its fields differ)" if others else ""
             raise InputError(
                 f"{key}={now}, but the run in {run} has {was}{more}; give the --model and --set "
-                f"with which it began, which are in {run / 'config.yml'}; {RATE} alone may become "
-                "another one, by --set"
+                f"with which it began, which are in {run / 'config.yml'}; by --set "
+                f"{', '.join(FREE)} may become others"
             )
         self._check_origin(origin)
         self._check_microbatches(config, stages)
-        train = dataclasses.replace(self.config.train, learning_rate=config.train.learning_rate)
+        train = dataclasses.replace(
+            self.config.train, **{name: getattr(config.train, name) for name in FREE}
+        )
         return dataclasses.replace(self.config, train=train)
 
     def _check_origin(self, origin: Origin) -> None:

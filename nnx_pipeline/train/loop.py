@@ -15,8 +15,6 @@ from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.train.data import Rule, Source, batches
 from nnx_pipeline.train.step import Metrics, TrainState, jit_train_step, make_state
 
-MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless it has diverged
-
 
 class Step(NamedTuple):
     """What a step leaves; the state is donated to the next step, so read it before that begins."""
@@ -77,7 +75,8 @@ def train(
 
 def _check_eps(config: Config) -> None:
     """Raises InputError where Adam would divide by zero in the dtype of the parameters."""
-    stored, eps = config.model.param_dtype, config.train.adam_eps
+    stored = config.train.master_dtype or config.model.param_dtype
+    eps = config.train.adam_eps
 
     def is_zero(number: float, dtype: str) -> bool:
         # XLA takes float32 numbers below the smallest normal one for zero.

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,17 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import ambient_mesh
 from nnx_pipeline.modules.decoder import Mixtral
-from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.ops._router import RouterMetrics
-from nnx_pipeline.sharding.layout import Layout, Variable, is_variable, variable_shardings
-from nnx_pipeline.train.optimizer import global_norm, make_optimizer
-
-_Tree = TypeVar("_Tree", bound=PyTree)
+from nnx_pipeline.sharding.layout import Layout, variable_shardings
+from nnx_pipeline.train._guard import skipped_in_a_row
+from nnx_pipeline.train.optimizer import (
+    from_master,
+    global_norm,
+    in_dtype,
+    make_optimizer,
+    rate_of_step,
+    without_selection_bias,
+)
 
 MakeModel = Callable[..., Mixtral]  # (config, rngs=…) to a model of that config
 
@@ -63,11 +68,16 @@ class Metrics(NamedTuple):
 
     - `loss`: the cross-entropy.
     - `gradient_norm`: the global norm before clipping, summed in float32.
+    - `skipped`: with `train.max_skipped_steps`, how many steps in a row were skipped, this one
+      among them; 0 where it was not.
+    - `learning_rate`: of this step, where the config has a schedule.
     """
 
     loss: Array
     gradient_norm: Array
     router: RouterMetrics
+    skipped: Array | None = None
+    learning_rate: Array | None = None
 
 
 def loss_of(
@@ -115,26 +125,25 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     model, train = state.model, state.model.config.train
     key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
     (_, (entropy, router)), gradients = loss_and_gradients(model, batch, key)
-    optimizer = make_optimizer(train)
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer, optimized(model))
-    metrics = Metrics(entropy, global_norm(gradients), router)
-    updates = _without_selection_bias(updates.whole() if model.zero1 else updates)
-    new = TrainState(
-        step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
+    optimizer = optax.with_extra_args_support(make_optimizer(train))
+    norm = global_norm(gradients)
+    updates, optimizer_state = optimizer.update(
+        gradients, state.optimizer, optimized(model), loss=entropy, norm=norm
     )
-    return new, metrics
-
-
-def _without_selection_bias(updates: Mixtral) -> Mixtral:
-    """The updates with 0 for what is not trained, which weight decay would change."""
-
-    def frozen(leaf: Array | Variable) -> Array | Variable:
-        if not isinstance(leaf, SelectionBias):
-            return leaf
-        return leaf.replace(jnp.zeros_like(leaf.get_value()))
-
-    without: Mixtral = jax.tree.map(frozen, updates, is_leaf=is_variable)
-    return without
+    metrics = Metrics(
+        entropy,
+        norm,
+        router,
+        skipped=skipped_in_a_row(optimizer_state),
+        learning_rate=rate_of_step(train, state.optimizer),
+    )
+    rounded = from_master(optimized(model), optimizer_state)
+    if rounded is None:
+        updates = without_selection_bias(updates.whole() if model.zero1 else updates)
+        model = optax.apply_updates(model, updates)
+    else:
+        model = rounded.whole() if model.zero1 else rounded
+    return TrainState(step=state.step + 1, model=model, optimizer=optimizer_state), metrics
 
 
 def optimized(model: Mixtral) -> Mixtral:
@@ -142,16 +151,16 @@ def optimized(model: Mixtral) -> Mixtral:
     return model.shards() if model.zero1 else model
 
 
-def in_dtype(tree: _Tree, dtype: jax.typing.DTypeLike | None) -> _Tree:
-    if dtype is None:
-        return tree
-    cast: _Tree = jax.tree.map(lambda x: cast_to_other(x, dtype), tree)
-    return cast
-
-
-def cast_to_other(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """`x` in `dtype`, without a cast if it has that dtype already."""
-    return x if x.dtype == dtype else x.astype(dtype)
+def bytes_of_parameter(config: Config) -> int:
+    """What a state holds for each parameter: itself, its moments, and further copies."""
+    stored, train = jnp.dtype(config.model.param_dtype).itemsize, config.train
+    if train.master_dtype is None:
+        moments, master = 2 * stored, 0
+    else:
+        master = jnp.dtype(train.master_dtype).itemsize
+        moments = 2 * master
+    accumulated = 4 if train.accumulate_steps > 1 else 0
+    return stored + moments + master + accumulated
 
 
 def make_state(

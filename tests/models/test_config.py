@@ -31,8 +31,9 @@ from nnx_pipeline import (
     preset,
 )
 from nnx_pipeline.config._overrides import apply_overrides, known_keys, parse_overrides
+from nnx_pipeline.config._stage_layers import layers_of_visits
 from nnx_pipeline.config.config import SECTIONS, to_dict
-from nnx_pipeline.config.model import count_parameters
+from nnx_pipeline.config.parameter_count import count_parameters
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.experiments._registry import choose
 from nnx_pipeline.lab.compile.platform import Platform
@@ -122,7 +123,24 @@ REFUSED = [
         model(router_score="sigmoid", router_groups=2, router_groups_per_token=3),
         "router_groups_per_token=3 exceeds router_groups=2; choose 2 or fewer",
     ),
-    bad(model(router_groups=2), "router_groups=2 needs router_score='sigmoid'"),
+    bad(model(router_groups=2, num_experts_per_token=3), "a group needs 1 expert, and all groups"),
+    bad(
+        model(qk_norm_over_heads=True), "qk_norm_over_heads=True is about a norm that qk_norm=False"
+    ),
+    bad(
+        model(attention_sinks=True, attention="chunked"),
+        "attention_sinks=True needs attention='dot",
+    ),
+    bad(model(expert_bias=True, experts="grouped"), "expert_bias=True needs experts='dense'"),
+    bad(model(full_attention_first=1), "and sliding_window=None; give a window and 2 or more"),
+    bad(model(full_attention_first=9, sliding_window=2), "full_attention_first=9 leaves none of"),
+    bad(
+        model(full_attention_first=1, full_attention_every=2, sliding_window=2),
+        "each say which layers have no window",
+    ),
+    bad(model(rope_head_dim=4), "rope_head_dim=4 is a part of head_dim=4"),
+    bad(model(rope_head_dim=2, rope_interleaved=True), "rope_interleaved=True need kv_lora_rank"),
+    bad(model(latent_norm_epsilon=1e-6), "latent_norm_epsilon=1e-06 is for multi-head latent"),
     bad(
         model(router_score="sigmoid", router_groups=3),
         "num_experts=4 does not split into router_groups=3",
@@ -226,6 +244,9 @@ REFUSED = [
     bad(model(dropout_rate=-0.1), "dropout_rate=-0.1 must be at least 0"),
     # pipeline
     bad(pipeline(num_repeats=0), "num_repeats=0 is not a whole number of 1 or more"),
+    bad(pipeline(stage_layers="3,4,x"), "pipeline.stage_layers='3,4,x' is neither auto nor a list"),
+    bad(pipeline(stage_layers="0,0"), "pipeline.stage_layers='0,0' is neither auto nor a list"),
+    bad(pipeline(stage_layers=3), "pipeline.stage_layers=3 is neither auto nor a list"),
     bad(pipeline(num_microbatches=0), "num_microbatches=0 is not a whole number"),
     bad(pipeline(schedule="gpipe"), "schedule='gpipe' is not known; choose one of: circular, 1f1b"),
     bad(pipeline(backward="hand"), "backward='hand' is not known"),
@@ -240,6 +261,54 @@ REFUSED = [
     bad(pipeline(shift="permute"), "shift='permute' is not known; did you mean 'ppermute'?"),
     bad(pipeline(sharding="manual"), "sharding='manual' is not known", "auto"),
     bad(pipeline(remat="some"), "remat='some' is not known; choose one of: full, save_out_proj"),
+    bad(pipeline(remat=3), "remat=3 is not known; choose one of: full, save_out_proj"),
+    bad(
+        pipeline(remat="keep:out_prj"),
+        "pipeline.remat=keep:out_prj: keep has no 'out_prj'; did you mean 'out_proj'?",
+    ),
+    bad(
+        pipeline(remat="keep:decoder_layer_input"),
+        "keep has no 'decoder_layer_input'; choose one of: query_proj, key_proj, value_proj, "
+        "out_proj, mlp_gate, mlp_up",
+    ),
+    bad(
+        pipeline(remat="offload:out_proj/offload:mlp_up"),
+        "'offload:mlp_up' is not of the form keep:NAME+NAME or offload:NAME+NAME, each once",
+    ),
+    bad(pipeline(remat="kept:out_proj"), "write for example keep:out_proj/offload:decoder_layer"),
+    bad(pipeline(remat="keep:"), "keep has no ''"),
+    *(
+        bad(
+            pipeline(remat=f"keep:{name}", remat_groups=2),
+            f"{name} is not a group of layers; write the name of a value with a number from 1 on, "
+            "for example out_proj@1",
+        )
+        for name in ("out_proj@0", "out_proj@one", "out_proj@1.5", "out_proj@-1")
+    ),
+    bad(
+        pipeline(remat="offload:decoder_layer_input@1", remat_groups=2),
+        "decoder_layer_input@1 is not a group of layers",
+    ),
+    bad(
+        pipeline(remat="keep:out_proj@3", remat_groups=2),
+        "names out_proj@3, but there are pipeline.remat_groups=2; set as many groups",
+    ),
+    bad(
+        pipeline(remat="keep:out_proj/offload:out_proj@1", remat_groups=2),
+        "both name ['out_proj@1']; keep each name in one of them",
+    ),
+    bad(
+        pipeline(remat="keep:out_proj@1/offload:out_proj", remat_groups=2),
+        "both name ['out_proj@1']; keep each name in one of them",
+    ),
+    bad(
+        pipeline(remat="keep:out_proj/offload:out_proj"),
+        "both name ['out_proj']; keep each name in one of them",
+    ),
+    bad(
+        pipeline(remat="offload:decoder_layer_input", save_decoder_layer_input=False),
+        "pipeline.remat=offload:decoder_layer_input sends the input of each layer to the host",
+    ),
     bad(pipeline(forwarding_delay=3), "forwarding_delay=3 is not known; choose one of: 1, 2"),
     bad(pipeline(save_decoder_layer_input="no"), "save_decoder_layer_input='no'"),
     bad(
@@ -253,6 +322,47 @@ REFUSED = [
     bad(training(learning_rate=-1e-3), "learning_rate=-0.001 is out of range; choose 0"),
     bad(training(learning_rate=math.nan), "learning_rate=nan is not a finite number"),
     bad(training(learning_rate=math.inf), "learning_rate=inf is not a finite number"),
+    bad(training(warmup_steps=-1), "warmup_steps=-1 is not a whole number of 0 or more"),
+    bad(training(learning_rate_decay="wsd"), "learning_rate_decay='wsd' is not known"),
+    bad(
+        training(learning_rate_decay="cosine"), "learning_rate_decay='cosine' needs schedule_steps"
+    ),
+    *(
+        bad(training(**{name: value}), f"{name}={value} is about a learning rate that falls", cure)
+        for name, value, cure in (
+            ("schedule_steps", 5, "leave it at None"),
+            ("decay_steps", 5, "leave it at None"),
+            ("final_fraction", 0.5, "leave it at 0.1"),
+        )
+    ),
+    *(
+        bad(training(learning_rate_decay="linear", **fields), *said)
+        for fields, said in (
+            ({"schedule_steps": 0}, ("schedule_steps=0 is not a whole number of 1 or more",)),
+            ({"schedule_steps": 9, "decay_steps": -1}, ("decay_steps=-1 is not a whole number",)),
+            ({"schedule_steps": 9, "final_fraction": 1.5}, ("choose 0 to 1",)),
+            ({"schedule_steps": 9, "final_fraction": -1.0}, ("final_fraction=-1.0 is out of",)),
+            (
+                {"schedule_steps": 9, "warmup_steps": 10},
+                ("warmup_steps=10 do not fit into schedule_steps=9; choose 10 or more",),
+            ),
+            (
+                {"schedule_steps": 9, "warmup_steps": 5, "decay_steps": 5},
+                ("warmup_steps=5 + decay_steps=5 do not fit into schedule_steps=9",),
+            ),
+        )
+    ),
+    bad(training(accumulate_steps=0), "accumulate_steps=0 is not a whole number of 1 or more"),
+    bad(training(master_dtype="bfloat16"), "master_dtype='bfloat16' is not known"),
+    bad(
+        training(master_dtype="float32"),
+        "train.master_dtype='float32' is what the parameters are stored in already",
+    ),
+    bad(training(max_skipped_steps=-1), "max_skipped_steps=-1 is not a whole number of 0 or"),
+    bad(training(spike_factor=6.0), "max_skipped_steps=0 skips none; set the latter to 1 or more"),
+    bad(training(spike_interval=9), "spike_factor=None does not look; set it, such as to 6"),
+    bad(training(spike_interval=3), "spike_interval=3 is not a whole number of 4 or more"),
+    bad(training(spike_factor=0.0, max_skipped_steps=1), "spike_factor=0.0 must be above 0"),
     bad(training(adam_eps=-1.0), "adam_eps=-1.0 is out of range"),
     bad(training(adam_b1=1.0), "adam_b1=1.0 must be at least 0 and below 1"),
     bad(training(adam_b2=-0.1), "adam_b2=-0.1 must be at least 0 and below 1"),
@@ -525,6 +635,38 @@ def test_numbers_that_a_message_names_split(
         checked(batch, other)
 
 
+@settings(max_examples=200)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
+def test_layers_that_do_not_divide_are_spread(
+    layers: int, stages: int, repeats: int, kinds: int
+) -> None:
+    """No other numbers have fewer layers on the fullest stages of all repeats together."""
+    sizes = {"stages": stages, "repeats": repeats, "kinds": kinds}
+    found = layers_of_visits(layers, **sizes, stage_layers="auto")
+    assert sum(found) == layers
+    assert len(found) == stages * repeats
+    full = [-(-number // kinds) * kinds for number in found]
+    fullest = [max(full[at : at + stages]) for at in range(0, len(full), stages)]
+    assert sum(fullest) == -(-layers // (stages * kinds)) * kinds
+    assert max(fullest) - min(fullest) <= kinds
+    text = ",".join(map(str, found))
+    assert layers_of_visits(layers, **sizes, stage_layers=text) == found
+    if layers % (stages * repeats * kinds) == 0:
+        assert found == layers_of_visits(layers, **sizes)
+
+
+def test_a_list_of_layers_per_stage() -> None:
+    sizes = {"stages": 1, "repeats": 2}
+    assert layers_of_visits(11, **sizes, stage_layers="3,4,4,0") == (7, 4)
+    for numbers, layers, kinds, message in (
+        ("3,4,4", 11, 1, r"has 3 numbers and 11 layers, and the pipeline 2 stages × 2 repeats"),
+        ("3,4,4,3", 15, 1, r"4 numbers and 14 layers, .* and 15 layers; give a number for each"),
+        ("2,3,2,0", 7, 2, r"2 kinds of layers take turns.* give multiples of 2, all but the last"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layers_of_visits(layers, stages=2, repeats=2, kinds=kinds, stage_layers=numbers)
+
+
 @settings(max_examples=100)
 @given(st.text(alphabet="stagefdp=,0123456789- ", max_size=20))
 def test_a_mesh_text_is_read_or_refused(text: str) -> None:
@@ -594,6 +736,20 @@ FIELDS = (
     ("model.rope_original_length", "4096", 4096),
     ("model.rope_low_frequency", "0.5", 0.5),
     ("model.rope_high_frequency", "8", 8.0),
+    ("model.rope_truncate", "false", False),
+    ("model.rope_amplitude", "1.5", 1.5),
+    ("model.rope_window_theta", "100", 100.0),
+    ("model.latent_norm_epsilon", "1e-6", 1e-6),
+    ("model.norm_placement", "both", "both"),
+    ("model.qk_norm_over_heads", "true", True),
+    ("model.activation", "gelu_tanh", "gelu_tanh"),
+    ("model.attention_sinks", "true", True),
+    ("model.router_logits_bias", "true", True),
+    ("model.expert_bias", "true", True),
+    ("model.embedding_scale", "8", 8.0),
+    ("model.residual_scale", "0.5", 0.5),
+    ("model.logits_divisor", "8", 8.0),
+    ("model.full_attention_first", "2", 2),
     ("model.qk_norm", "true", True),
     ("model.quantization", "int8", "int8"),
     ("model.attention_bias", "qkv", "qkv"),
@@ -620,7 +776,9 @@ FIELDS = (
     ("pipeline.num_microbatches", "None", None),
     ("pipeline.num_repeats", "2", 2),
     ("pipeline.batch_split", "2", 2),
-    ("pipeline.pad_layers", "true", True),
+    ("pipeline.unrolled_layers", "2", 2),
+    ("pipeline.remat_groups", "2", 2),
+    ("pipeline.stage_layers", "3,4,4,3", "3,4,4,3"),
     ("pipeline.schedule", "1f1b", "1f1b"),
     ("pipeline.backward", "accumulate", "accumulate"),
     ("pipeline.fsdp_gather", "step", "step"),
@@ -635,6 +793,16 @@ FIELDS = (
     ("train.global_batch", "4", 4),
     ("train.sequence_length", "16", 16),
     ("train.learning_rate", "1e-3", 1e-3),
+    ("train.warmup_steps", "5", 5),
+    ("train.learning_rate_decay", "cosine", "cosine"),
+    ("train.schedule_steps", "100", 100),
+    ("train.decay_steps", "10", 10),
+    ("train.final_fraction", "0", 0.0),
+    ("train.master_dtype", "float32", "float32"),
+    ("train.accumulate_steps", "4", 4),
+    ("train.max_skipped_steps", "3", 3),
+    ("train.spike_factor", "6", 6.0),
+    ("train.spike_interval", "64", 64),
     ("train.adam_b1", "0.8", 0.8),
     ("train.adam_b2", "0.9", 0.9),
     ("train.adam_eps", "1e-6", 1e-6),
@@ -673,12 +841,20 @@ _LATENT = {
     "model.value_head_dim": "8",
 }
 _DENSE = {"model.num_dense_layers": "1", "model.dense_mlp_dim": "24"}
+_SPIKES = {"train.max_skipped_steps": "2", "train.spike_factor": "4"}
+_SCHEDULE = {"train.learning_rate_decay": "linear", "train.schedule_steps": "20"}
 # What some fields need beside themselves.
 BESIDE = {
+    "train.master_dtype": {"model.param_dtype": "bfloat16"},
+    **dict.fromkeys(["train.spike_factor", "train.spike_interval"], _SPIKES),
+    **dict.fromkeys([*_SCHEDULE, "train.decay_steps", "train.final_fraction"], _SCHEDULE),
     **dict.fromkeys([*_LATENT][1:], _LATENT),
     "model.q_lora_rank": _LATENT,
     **dict.fromkeys(_DENSE, _DENSE),
     "model.full_attention_every": {"model.sliding_window": "4"},
+    "model.full_attention_first": {"model.sliding_window": "4"},
+    "model.latent_norm_epsilon": _LATENT,
+    "model.qk_norm_over_heads": {"model.qk_norm": "true"},
     "model.router_bias_in_weights": {"model.router_bias": "true"},
     "model.rope_scaling": {"model.rope_factor": "2"},
     **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),

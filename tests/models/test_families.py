@@ -27,11 +27,12 @@ from safetensors.numpy import load_file, save_file
 from test_random_options import LLAMA3, Case, in_pipeline
 
 import linen_compat
+from linen_compat.checkpoints._convert import From, To, plan
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.ops._head import head_of_table
 
-FAMILIES = ("llama2", "llama3_1", "mistral", "qwen3", "qwen3_moe")
+FAMILIES = ("llama2", "llama3_1", "mistral", "qwen2", "qwen3", "qwen3_moe")
 TOLERANCE = 2e-5
 PREFIX = "params/params/"
 
@@ -72,7 +73,7 @@ def test_logits_and_checkpoints_of_maxtext(name: str, tmp_path: Path) -> None:
         maxtext_data.assert_same_leaves(maxtext_data.read(tmp_path / layout), want)
 
 
-LINEN = ("llama3_1", "qwen3", "qwen3_moe", "deepseek2", "deepseek3_scanned")
+LINEN = ("llama3_1", "qwen2", "qwen3", "qwen3_moe", "deepseek2", "deepseek3_scanned")
 DEEPSEEK = ("deepseek2", "deepseek2_scanned", "deepseek3", "deepseek3_scanned")
 
 
@@ -112,7 +113,7 @@ def test_linen_trees_are_those_of_maxtext(name: str) -> None:
     assert found == trees[name]
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama3_1", "qwen2", "qwen3", "qwen3_moe"])
 def test_check_and_convert(name: str, tmp_path: Path, bridge: Any) -> None:
     """The numerics of every layer are MaxText's, and other layouts hold the same bits."""
     config, leaves, _ = family(name)
@@ -124,6 +125,18 @@ def test_check_and_convert(name: str, tmp_path: Path, bridge: Any) -> None:
         assert bridge("convert", source, folder, "--to", target, "--config", file).code == 0
         model, again = (linen_compat.load(each, config) for each in (source, folder))
         jax.tree.map(np.testing.assert_array_equal, model, again)
+
+
+def test_qwen2_becomes_one_of_transformers_and_back_to_the_bit(tmp_path: Path) -> None:
+    """Its query kernels do not contain head_dim^-0.5, so that no number changes."""
+    config, leaves, _ = family("qwen2")
+    source = maxtext_data.write(tmp_path / "source", stored(leaves))
+    plan(From(source, config=config), To(tmp_path / "folder", "huggingface")).run()
+    values = json.loads((tmp_path / "folder" / "config.json").read_text())
+    assert (values["architectures"], values["use_sliding_window"]) == (["Qwen2ForCausalLM"], False)
+    plan(From(tmp_path / "folder"), To(tmp_path / "scanned", "maxtext:scanned")).run()
+    found = maxtext_data.read(tmp_path / "scanned")
+    maxtext_data.assert_same_leaves(found, stored(maxtext_data.laid_out(leaves, "scanned")))
 
 
 def test_a_checkpoint_without_a_head_needs_its_config(tmp_path: Path, bridge: Any) -> None:

@@ -29,9 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import linen_compat
 from nnx_pipeline import Config, InputError, Mixtral
-from nnx_pipeline.config._remat import LAYER_INPUT
+from nnx_pipeline.config._remat import LAYER_INPUT, OUT, QUERY_KEY_VALUE
 from nnx_pipeline.pipeline.stage import _repeats as repeats
-from nnx_pipeline.pipeline.stage import layers
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
 
@@ -62,6 +61,8 @@ class Case(NamedTuple):
     backward: str | None = None
     gather: str = "use"
     group: int | None = None
+    unrolled: int = 4
+    groups: int = 1
 
     @property
     def config(self) -> Config:
@@ -76,6 +77,8 @@ class Case(NamedTuple):
             schedule=self.schedule,
             backward=self.backward,
             fsdp_gather=self.gather,
+            unrolled_layers=self.unrolled,
+            remat_groups=self.groups,
         )
 
 
@@ -85,6 +88,7 @@ PIPELINED = [
     Case("stage=4,fsdp=2"),
     Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice", mode="auto", group=1),
     Case("stage=2,fsdp=2,expert=2", gather="prefetch", repeats=2, delay=2, packed=False, group=1),
+    Case("stage=2,fsdp=2", remat="keep:query_proj@1+mlp_up@2", groups=2, unrolled=1),
 ]
 UNPIPELINED = [
     Case("fsdp=2,tensor=2,expert=2", mode="auto", group=2),
@@ -246,9 +250,8 @@ def hessian_alone(layers: int) -> Mixtral:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("stage=2,fsdp=2"),
-        Case("stage=2,fsdp=2", repeats=2, gather="step"),
-        Case("stage=2,fsdp=2", repeats=2, schedule="1f1b"),
+        Case("stage=2,fsdp=2", repeats=2, gather="step", unrolled=1),
+        Case("stage=2,fsdp=2", repeats=2, schedule="1f1b", unrolled=1),
     ],
     ids=str,
 )
@@ -256,7 +259,6 @@ def test_stacked_layers_and_repeats_give_the_same_numbers(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As stages of many layers, and more repeats, have them."""
-    monkeypatch.setattr(layers, "UNROLLED", 1)
     monkeypatch.setattr(repeats, "SEPARATE_REPEATS", 0)
     mesh, want = mesh_of(case.mesh), alone(dense=False, packed=True)
     model = model_on_mesh(source(dense=False), case.config, mesh)
@@ -268,6 +270,36 @@ def test_stacked_layers_and_repeats_give_the_same_numbers(
     assert case.repeats == 2 or 2 in scans  # one over the two layers of a stage
     assert_close(loss, want.loss, 1e-5)
     assert_close(gradients, want.gradients, 1e-4)
+
+
+SCANNED = [
+    Case("stage=2,fsdp=2", unrolled=1),
+    Case("stage=2,data=2", unrolled=1, backward="accumulate"),
+    Case("stage=2,fsdp=2", unrolled=1, schedule="1f1b"),
+    Case("stage=2,fsdp=2", unrolled=1, repeats=2),
+]
+
+
+@pytest.mark.parametrize("case", SCANNED, ids=str)
+def test_a_loop_over_layers_adds_their_gradients_in_place(case: Case) -> None:
+    """Of three layers per stage: no loop hands out a stack of the gradients of all."""
+    layers, mesh = 6 * case.repeats, mesh_of(case.mesh)
+    config, whole = replace(case.config, "model", num_layers=layers), source(False, layers)
+    model = model_on_mesh(whole, config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
+        traced = evaluate.trace(model, batch)
+        loss, _, gradients, _ = traced.lower().compile()(model, batch)
+    want, _, of_whole, _ = evaluate_in_parts(whole, jax.tree.map(jnp.asarray, batch_of(case)))
+    assert_close(loss, want, 1e-5)
+    assert_close(gradients, of_whole, 1e-4)
+    scans = [each for each in equations(traced.jaxpr) if each.primitive.name == "scan"]
+    over_layers = [each for each in scans if each.params["length"] == 3]
+    outs = [each.outvars[each.params["num_carry"] :] for each in over_layers]
+    stacked = {out.aval.shape for each in outs for out in each}
+    weights = {(3, 2, *leaf.shape[3:]) for leaf in jax.tree.leaves(model.pipeline.layers)}
+    assert over_layers
+    assert not stacked & {shape for shape in weights if len(shape) > 3}
 
 
 @pytest.mark.slow
@@ -346,6 +378,29 @@ def test_remat_policies_recompute_less_and_less() -> None:
     assert len(set(counts)) == len(counts)
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {"num_microbatches": 1},
+        {"num_microbatches": 4},
+        {"num_microbatches": 4, "unrolled_layers": 1},
+    ],
+)
+def test_a_group_of_layers_has_a_policy_of_its_own(loop: dict[str, int]) -> None:
+    """What is kept in one layer of two spares half of the products."""
+
+    def products(remat: str) -> int:
+        return matrix_products(replace(SPARSE, "pipeline", remat=remat, remat_groups=2, **loop))
+
+    names = (*QUERY_KEY_VALUE, OUT)
+    of_one, of_other, of_all = (
+        "keep:" + "+".join(f"{name}{at}" for name in names) for at in ("@1", "@2", "")
+    )
+    none = products("full")
+    assert none - products(of_one) == none - products(of_other) == (none - products(of_all)) / 2 > 0
+    assert products(f"{of_one}+{of_other[5:]}") == products(of_all)
+
+
 def test_one_device_runs_microbatches_one_by_one() -> None:
     """Scores are those of one microbatch at a time."""
     tokens = packed_batch(SPARSE).tokens
@@ -388,6 +443,20 @@ def test_layer_inputs_are_kept_or_not(layers: int) -> None:
 
 
 # ---- shardings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", ["dense", "grouped", "capacity"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_loop_over_layers_casts_weights_where_it_reads_them(layers: int, experts: str) -> None:
+    """A compiler would cast those of all layers before the loop, and hold the copies through it."""
+    config = replace(SPARSE, "model", dtype="bfloat16", num_layers=layers, experts=experts)
+    config = replace(config, "pipeline", num_microbatches=None)
+    model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+    tokens = packed_batch(config).tokens
+    found = equations(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens))
+    rounded = sum(one.primitive.name == "reduce_precision" for one in found)
+    # Query, key, value and out, gate, up and down; router and norms are small.
+    assert rounded == (7 if layers > 1 else 0)
 
 
 @functools.cache

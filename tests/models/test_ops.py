@@ -83,6 +83,18 @@ def test_scale_offset_of_a_new_norm() -> None:
         assert_close(norm(x), rms_norm(x, jnp.ones(16), epsilon=1e-5), 1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_layers_with_a_window_and_a_base_of_their_own_are_not_scaled(window: int | None) -> None:
+    scaled = {"rope_scaling": "linear", "rope_factor": 4.0, "rope_amplitude": 1.5}
+    of_window = {"sliding_window": window, "rope_window_theta": 100.0}
+    config = small_config(model={**scaled, **of_window, "rope_theta": 1e4}).model
+    x = float_rows(1, 3, 2, config.head_dim)
+    positions = jnp.arange(3, dtype=jnp.int32)[None]
+    plain = small_config(model={"rope_theta": 1e4 if window is None else 100.0}).model
+    want = rotary_of(plain)(x, positions) * (1.0 if window else 1.5)
+    assert_close(rotary_of(config)(x, positions if window else 4 * positions), want, 1e-5)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_turns_pairs(interleaved: bool) -> None:
     x, theta = float_rows(2, 3, 2, 6), 100.0
@@ -191,9 +203,9 @@ def test_attention_and_its_derivative(
         mixed = dot_product_attention(*arrays, segments, grouped=WHOLE, options=options)
         return jnp.sum(wanted * mixed.astype(jnp.float32))
 
-    expected = jax.value_and_grad(plain, (0, 1, 2))(query, key, value)
+    expected = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(query, key, value)
     inputs = [x.astype(dtype) for x in (query, key, value)]
-    loss, found = jax.value_and_grad(by_hand, (0, 1, 2))(*inputs)
+    loss, found = jax.jit(jax.value_and_grad(by_hand, (0, 1, 2)))(*inputs)
     assert {x.dtype for x in found} == {jnp.dtype(dtype)}
     assert_close(
         [loss, *(x.astype(jnp.float32) for x in found)], jax.tree.leaves(expected), tolerance

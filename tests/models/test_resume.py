@@ -476,7 +476,7 @@ def test_progress_without_a_terminal(
             advance(f"loss {loss}")
     assert capsys.readouterr().err.splitlines() == [
         "training: 1 of 5, 0:00, compiling",
-        "training: 3 of 5, 0:41, loss 2.5",
+        "training: 3 of 5, 0:41, 0:41 left, loss 2.5",
         "training: 5 of 5, 1:01:40, loss 2.125",
     ]
 

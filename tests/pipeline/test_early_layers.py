@@ -68,6 +68,7 @@ CASES = [
     ("stage=4,fsdp=2", {"sharding": "auto"}),
     ("stage=2,fsdp=2", {"schedule": "1f1b", "num_repeats": 2}),
     ("data=2,stage=2,expert=2", {"fsdp_gather": "prefetch", "schedule": "1f1b"}),
+    ("stage=2,tensor=2", {"schedule": "1f1b", "sharding": "auto"}),
 ]
 
 
@@ -83,6 +84,21 @@ def test_dropout_and_zero1_equal_one_device() -> None:
     config = replace(config, "train", shard_optimizer_over_data=True)
     config = replace(config, "model", dropout_rate=0.3)
     check(results(config, "data=2,stage=2,fsdp=2", key=3), on_one_device(3))
+
+
+@pytest.mark.parametrize(("mlp_dim", "split"), [(24, True), (25, False)])
+def test_stages_share_them_in_1f1b(mlp_dim: int, split: bool) -> None:
+    """Heads and hidden units, where they divide; they are stored whole on every stage."""
+    config = replace(of_deepseek(schedule="1f1b"), "model", dense_mlp_dim=mlp_dim)
+    with jax.set_mesh(mesh_of("stage=2,fsdp=2")):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        early = model.early
+        assert early is not None
+        shared = jax.eval_shape(early.shared_by_stages, model.dense_layers)
+    for layer, has_stages in ((model.dense_layers, False), (shared, True)):
+        up, out = layer.feed_forward.up.get_value(), layer.attention.out.get_value()
+        assert ("stage" in str(up.sharding.spec)) == (has_stages and split)
+        assert ("stage" in str(out.sharding.spec)) == has_stages
 
 
 class Words(nnx.Module):

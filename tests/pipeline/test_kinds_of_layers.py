@@ -13,8 +13,19 @@ from helpers import assert_close, float_rows, mesh_of
 from test_foreign_layers import BATCH, LENGTH, WIDTH, Form, loss_of
 from test_layer_state import numbers, state_of
 
-from nnx_pipeline import CircularPipeline, LayerPlace, LayerState, Max, Mean, Sum
+from nnx_pipeline import (
+    CircularPipeline,
+    LayerPlace,
+    LayerState,
+    Max,
+    Mean,
+    PipelineConfig,
+    Sum,
+    abstract,
+    lab,
+)
 from nnx_pipeline.pipeline import MicrobatchMean, ModelEnds, WeightOptions
+from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.stage.layers import takes_place
 
 pytestmark = pytest.mark.numbers
@@ -105,7 +116,7 @@ class Silent(nnx.Module):
 
 def in_pipeline(kinds: Kinds, layers: int, form: Form, x: Any) -> Any:
     """Loss, metrics and gradients of a step, the state after it, and the layers before."""
-    options = {"pad_layers": True, **form.options}
+    options = {"stage_layers": "auto", **form.options}
     config = Form(form.mesh, options).config
 
     def loss(pipeline: CircularPipeline, x: Any) -> Any:
@@ -128,7 +139,25 @@ def in_pipeline(kinds: Kinds, layers: int, form: Form, x: Any) -> Any:
         pipeline = CircularPipeline(config, one, num_layers=layers, rngs=nnx.Rngs(0), weights=zero1)
         before = nnx.clone(pipeline.layers)
         found, gradients = step(pipeline, x)
-    return numbers(found), numbers(gradients.layers), state_of(pipeline.layers), before
+    stack = pipeline.runner.stack
+    after, gradients, before = (
+        ordered(each, stack, len(kinds)) for each in (pipeline.layers, gradients.layers, before)
+    )
+    return numbers(found), numbers(gradients), state_of(nnx.List(after)), before
+
+
+def ordered(layers: Any, stack: Stack, kinds: int) -> Any:
+    """For each kind `[layers, …]`, then padding, of `[repeats, stages, layers per stage, …]`."""
+
+    def flat(kind: int, of_kind: Any) -> Any:
+        order = np.argsort(stack.numbers(kind).reshape(-1))
+        return jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf).reshape(-1, *leaf.shape[3:])[order]), of_kind
+        )
+
+    if kinds == 1:
+        return [flat(0, layers)]
+    return [flat(kind, layers[kind]) for kind in range(kinds)]
 
 
 @functools.cache
@@ -164,11 +193,7 @@ def plain_step(kinds: int, layers: int) -> Callable[..., Any]:
 
 def one_after_the_other(kinds: int, stacks: Any, layers: int, x: Any) -> Any:
     """The same of `plain_step`, from the layers of a pipeline."""
-    stacks = [stacks] if kinds == 1 else [*stacks]
-    flat = jax.tree.map(
-        lambda leaf: jnp.asarray(np.asarray(leaf)).reshape(-1, *leaf.shape[3:]), stacks
-    )
-    found, gradients = plain_step(kinds, layers)(flat, x)
+    found, gradients = plain_step(kinds, layers)(stacks, x)
     return numbers(found), numbers(gradients)
 
 
@@ -177,12 +202,11 @@ def check(kinds: Kinds, layers: int, form: Form) -> None:
     found, gradients, state, before = in_pipeline(kinds, layers, form, x)
     want, want_gradients = one_after_the_other(len(kinds), before, layers, x)
     assert_close(found, want, 2e-5)
-    parameters = nnx.state(gradients, nnx.Param)
-    got = jax.tree.leaves(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), parameters))
+    got = jax.tree.leaves([nnx.state(each, nnx.Param) for each in gradients])
     plain = jax.tree.leaves(nnx.state(nnx.List(want_gradients), nnx.Param))
     assert_close(got, plain, 2e-5)
     for path, calls in state.items():
-        kind = path[0] if len(kinds) > 1 else 0
+        kind = path[0]
         real = np.arange(calls.size) * len(kinds) + kind < layers
         np.testing.assert_array_equal(calls.reshape(-1), np.where(real, MICROBATCHES, 0))
 
@@ -211,6 +235,56 @@ def test_with_state(layers: int, kinds: Kinds) -> None:
 @pytest.mark.parametrize("name", ["no stages", "auto"])
 def test_with_state_in_other_forms(name: str) -> None:
     check([Dense, Silent, Counting], 5, FORMS[name])
+
+
+UNEVEN = {
+    # The first repeat has more places with layers than the second, or the other way round.
+    "repeats": ("3,2,1,1", FORMS["repeats"]),
+    "in a loop": ("auto", Form("stage=2", {"num_repeats": 2, "unrolled_layers": 1})),
+    "accumulate": ("1,0,1,3", Form("stage=2", {"num_repeats": 2, "backward": "accumulate"})),
+    "prefetch": ("auto", FORMS["prefetch"]),
+    "ZeRO-1": ("auto", FORMS["ZeRO-1"]),
+    "auto": (
+        "1,1,0,3",
+        Form("stage=2,fsdp=2", {"num_repeats": 2, "sharding": "auto", "remat": "minimal"}),
+    ),
+    "1F1B": ("1,4", FORMS["1F1B"]),
+    "1F1B, gathered once": ("2,1,0,2", FORMS["1F1B, gathered once"]),
+    "no stages": ("1,3,0,1", FORMS["no stages"]),
+}
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize(("stage_layers", "form"), UNEVEN.values(), ids=UNEVEN)
+def test_uneven_stages(stage_layers: str, form: Form) -> None:
+    layers = sum(map(int, stage_layers.split(","))) if stage_layers != "auto" else 5
+    check([Experts], layers, Form(form.mesh, {**form.options, "stage_layers": stage_layers}))
+
+
+def products(layers: int, options: dict[str, Any]) -> int:
+    """The operations of all products of a compiled step on one device."""
+    config = PipelineConfig(num_microbatches=MICROBATCHES, **options)
+    mesh = mesh_of("stage=2")
+
+    def make() -> tuple[CircularPipeline]:
+        return (CircularPipeline(config, Dense, num_layers=layers, rngs=nnx.Rngs(0)),)
+
+    def step(pipeline: CircularPipeline, x: jax.Array) -> Any:
+        return jax.grad(lambda pipeline: loss_of(pipeline(x)[0]))(pipeline)
+
+    with jax.set_mesh(mesh):
+        pipeline = abstract(make)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "float32")
+    return lab.measure(step, *pipeline, x, mesh=mesh, platform="cpu").flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", ["autodiff", "accumulate"])
+def test_ticks_leave_out_places(backward: str) -> None:
+    """6 layers: of 9 ticks 5 have a visit of 2 layers, and 4 have visits of 1 alone."""
+    options = {"num_repeats": 2, "backward": backward}
+    whole, uneven = products(8, options), products(6, {"stage_layers": "auto", **options})
+    assert uneven * 9 * 2 == whole * (5 * 2 + 4)
 
 
 class Deep(nnx.Module):

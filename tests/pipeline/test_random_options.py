@@ -84,10 +84,11 @@ HEAD: tuple[dict[str, Any], ...] = (
 PIPELINE: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, 8),
     "num_repeats": (1, 2, 3),
-    "pad_layers": (False, True),
+    "stage_layers": (None, "auto"),
     "schedule": ("circular", "1f1b"),
     "forwarding_delay": (1, 2),
     "shift": ("ppermute", "slice", "pad"),
+    "unrolled_layers": (1, 4),
     "sharding": ("explicit", "auto"),
     "remat": tuple(POLICIES),
     "save_decoder_layer_input": (True, False),
@@ -177,9 +178,13 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     """Loss and parts, gradients, and the model."""
     mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
     model = fresh_model(case.config, mesh)
-    layers = model.pipeline.layers
-    biases = [getattr(layers.attention, name) for name in plain_model.BIASES]
-    biases.append(getattr(layers.feed_forward, "router_bias", None))
+    kinds = (
+        model.pipeline.layers if len(case.config.model.of_kinds) > 1 else [model.pipeline.layers]
+    )
+    biases = [getattr(part.attention, name) for part in kinds for name in plain_model.BIASES]
+    for name in ("router_bias", "router_logits_bias", "gate_bias", "up_bias", "down_bias"):
+        biases += [getattr(part.feed_forward, name, None) for part in kinds]
+    biases += [part.attention.sinks for part in kinds if hasattr(part.attention, "sinks")]
     for bias in (bias for bias in biases if bias is not None):
         values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
         bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)

@@ -34,6 +34,8 @@ from nnx_pipeline.config._remat import (
     POLICIES,
     QUERY_KEY_VALUE,
     Remat,
+    remat_of,
+    spelled_out,
 )
 from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.lab.compile._packages import MissingCompiler
@@ -218,10 +220,21 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
+# Policies that a config names value by value.
+SPELLED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "keep:key_proj+mlp_up": (("key_proj", "mlp_up"), ()),
+    "keep:out_proj/offload:value_proj": (("out_proj",), ("value_proj",)),
+    "offload:decoder_layer_input+mlp_gate/keep:query_proj": (
+        ("query_proj",),
+        ("decoder_layer_input", "mlp_gate"),
+    ),
+}
+
 
 @pytest.mark.parametrize(
     ("policy", "mode", "layers", "repeats", "layer_inputs", "group"),
     [
+        *((policy, "explicit", 2, 1, True, None) for policy in SPELLED),
         *((policy, "explicit", 2, 1, True, None) for policy in NAMING),
         *((policy, "explicit", 1, 2, True, None) for policy in ("full", *OFFLOADING)),
         *(("save_out_proj", "explicit", layers, 1, False, None) for layers in (2, 5)),
@@ -246,7 +259,37 @@ def test_a_tick_keeps_what_the_policy_names_and_nothing_else(
     )
     ticks = MICROBATCHES * repeats + STAGES - 1
     kept = kept_by(forward_loop(gradient_program(config), ticks))
-    assert kept == expected(config, *PROMISED[policy])
+    assert kept == expected(config, *(PROMISED | SPELLED)[policy])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+@pytest.mark.parametrize("policy", SPELLED)
+def test_a_policy_of_names_computes_what_the_layers_do_one_after_the_other(
+    policy: str, schedule: str
+) -> None:
+    base = small_config(model={"num_experts": 2}, pipeline={"num_microbatches": 4})
+    source, batch = new_model(base), packed_batch(base)
+
+    def computed(config: Config, mesh: str) -> Any:
+        grid = mesh_of(mesh, "explicit")
+        model = model_on_mesh(source, config, grid)
+        with jax.set_mesh(grid):
+            (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch)
+        return jax.tree.map(jax.device_get, (loss, gradients))
+
+    want = computed(base, "")
+    config = replace(base, "pipeline", remat=policy, schedule=schedule)
+    loss, gradients = computed(config, "stage=2,fsdp=2")
+    assert_close(loss, want[0], 1e-5)
+    for found, wanted in zip(*map(jax.tree.leaves, (gradients, want[1])), strict=True):
+        assert_close(found.reshape(wanted.shape), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *SPELLED])
+def test_a_policy_survives_its_spelling(policy: str) -> None:
+    assert remat_of(spelled_out(remat_of(policy))) == remat_of(policy)
+    assert spelled_out(remat_of(policy)) == policy or policy.startswith("offload:")
 
 
 def test_every_policy_is_spelled_out() -> None:
@@ -456,7 +499,7 @@ def test_one_layer_in_a_scan_is_computed_again() -> None:
     """A scan over one layer is no loop to XLA, so that a barrier must keep both passes apart."""
 
     def jaxpr_of(number: int) -> str:
-        sequence = LayerSequence(number, 1, FULL, in_ticks=False)
+        sequence = LayerSequence(number, 1, FULL, in_ticks=False, most_unrolled=1)
 
         def run(weights: jax.Array, x: jax.Array) -> jax.Array:
             y, _ = sequence(lambda x, weight: (jnp.sin(weight * x), None), (weights,), x)

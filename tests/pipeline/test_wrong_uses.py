@@ -376,7 +376,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "layers that do not divide": (
         module(layers=5),
         "5 layers do not split into 2 stages × 1 repeat; choose a multiple of 2, such as 4 or 6, "
-        "or set pipeline.pad_layers=true, which pads to 6",
+        "or set pipeline.stage_layers=auto, which leaves 1 place empty",
     ),
     "layer: x alone, one per stage": (module(lambda x: x, layers=2), ALONE),
     "layer: nothing": (module(lambda x: None), f"a layer, Layer, returned NoneType; it {ALONE}"),

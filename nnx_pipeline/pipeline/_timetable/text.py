@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -213,10 +214,24 @@ def span(numbers: range) -> str:
     return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
+def layer_times(stack: Stack, schedule: Schedule) -> int:
+    """How long all ticks with work of one direction take, in the time of one layer."""
+    if isinstance(schedule, CircularSchedule):
+        return int(schedule.depth_at_ticks(stack.depths).sum())
+    return (schedule.visits + schedule.bubble_ticks) * stack.per_stage
+
+
+def busy_shares(stack: Stack, schedule: Schedule) -> list[float]:
+    """The fraction of its time in which each stage works on layers; the rest is bubble, padding
+    and waiting for stages with more layers."""
+    of_stages = np.reshape(stack.of_visits, (stack.repeats, stack.stages)).sum(axis=0)
+    time = layer_times(stack, schedule)
+    return [int(layers) * schedule.microbatches / time for layers in of_stages]
+
+
 def idle_share(stack: Stack, schedule: Schedule) -> float:
     """The fraction of the stages' time in which they idle or compute on padding."""
-    places = stack.visits * stack.per_stage
-    return 1 - (1 - schedule.bubble_share) * stack.layers / places
+    return 1 - sum(busy_shares(stack, schedule)) / stack.stages
 
 
 def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
@@ -224,22 +239,29 @@ def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
     if not stack.padding:
         return f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage, no padding"
     places, verb = stack.layers + stack.padding, "is" if stack.padding == 1 else "are"
+    time, less = layer_times(stack, schedule), ""
+    whole = schedule.ticks * stack.per_stage
+    if isinstance(schedule, CircularSchedule) and time < whole:
+        less = f"; ticks take {time} layer times in the place of {whole}"
     return (
         f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage; {stack.padding} of "
         f"{places} places {verb} padding, so that bubble and padding take "
-        f"{idle_share(stack, schedule):.1%} of the stages' time"
+        f"{idle_share(stack, schedule):.1%} of the stages' time{less}"
     )
 
 
-def layers_table(stack: Stack) -> Table:
-    """A row per stage and a column per repeat: the layers of each visit."""
+def layers_table(stack: Stack, schedule: Schedule) -> Table:
+    """A row per stage: the layers of each visit, and the share of its time that they take."""
     table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)
     for repeat in range(stack.repeats):
         name = "layers" if stack.repeats == 1 else f"layers in repeat {letters(repeat)}"
         table.add_column(name, no_wrap=True)
+    table.add_column("busy", justify="right", no_wrap=True)
+    busy = busy_shares(stack, schedule)
     for stage, visits in enumerate(_of_stages(stack)):
-        table.add_row(str(stage), *(_visit(numbers, stack) for numbers in visits))
+        cells = [_visit(numbers, stack) for numbers in visits]
+        table.add_row(str(stage), *cells, f"{busy[stage]:.1%}")
     return table
 
 
@@ -248,15 +270,18 @@ def layers_to_json(stack: Stack, schedule: Schedule) -> dict[str, object]:
         "layers": stack.layers,
         "layers_per_visit": stack.per_stage,
         "padding": stack.padding,
+        "layer_times": layer_times(stack, schedule),
         "idle_share": idle_share(stack, schedule),
+        "busy_share_of_stage": busy_shares(stack, schedule),
         "of_stage": [[[*numbers] for numbers in visits] for visits in _of_stages(stack)],
     }
 
 
 def _of_stages(stack: Stack) -> list[list[range]]:
     def visit(stage: int, repeat: int) -> range:
-        first = (repeat * stack.stages + stage) * stack.per_stage
-        return range(min(first, stack.layers), min(first + stack.per_stage, stack.layers))
+        number = repeat * stack.stages + stage
+        first = int(stack.starts[number])
+        return range(first, first + stack.of_visits[number])
 
     return [
         [visit(stage, repeat) for repeat in range(stack.repeats)] for stage in range(stack.stages)

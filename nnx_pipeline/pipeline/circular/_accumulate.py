@@ -19,7 +19,6 @@ from nnx_pipeline.pipeline._exchange import slot
 from nnx_pipeline.pipeline.circular._backward import Others, PrefetchLoop, TwoWayTick, WholeLoop
 from nnx_pipeline.pipeline.circular._tick import CircularLoop, Wrap
 from nnx_pipeline.pipeline.options import Accumulation
-from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
 from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
@@ -57,20 +56,27 @@ class Accumulate:
         """The tick for a stage function that takes what it closes over as its first argument."""
 
         def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
-            mapped = stages.map_stages(functools.partial(apply_stage, reads.captured))
+            at_depth = isinstance(reads.side, stages.AtDepth)
+            stage = functools.partial(apply_stage, reads.captured)
+            mapped = stages.map_stages(stage, at_depth=at_depth)
             result: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
             return result
 
         gather = self.how.fsdp_gather.of_repeats(self.loop.schedule.repeats)
-        visits = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
+        visits = Visit(
+            self.checkpoint(apply),
+            False,
+            self.how.grad_dtype,
+            gather,
+            sums_in_layers=self.loop.sums_in_layers,
+        )
         return TwoWayTick(self.loop, visits)
 
 
 def _first_visit(
     tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree
 ) -> tuple[Moving, PyTree]:
-    gathered = tick.visit.fsdp_gather.gather(params)
-    split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
+    split = tick.readable(params)
     now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
     reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
     stream, state = moving

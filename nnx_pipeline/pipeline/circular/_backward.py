@@ -31,10 +31,10 @@ from nnx_pipeline.pipeline.circular._tick import (
     CircularCarry,
     CircularLoop,
     CircularPlan,
-    circular_plan,
 )
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage import _repeats as repeats
+from nnx_pipeline.pipeline.stage._sums import ReadWithSums, with_sums
 from nnx_pipeline.pipeline.stage._vjp import add, argument_of, only, zero_gradients
 from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.visit import Reads, Visit
@@ -49,7 +49,7 @@ class Others(NamedTuple):
     captured: list[Array]  # what the stage function closes over, whole on every stage
 
     def at(self, weights_at: WeightsAt, now: CircularPlan) -> Reads:
-        return Reads(weights_at(now), visit.side_of(self.side, now.microbatch), self.captured)
+        return Reads(weights_at(now), _tick.side_at(self.side, now), self.captured)
 
 
 class Cotangents(NamedTuple):
@@ -103,10 +103,19 @@ class TwoWayTick:
         d_mid, d_y = jax.linear_transpose(pass_on, mid, y)(after.carry)
         d_reads, d_x = self.visit.back(residuals, reads, d_y, d_metrics, state=written)
         (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
-        d_weights = self.visit.only(d_reads.weights)
-        d_rows, d_captured = only(self.needed, Others(*d_reads[1:]))
+        d_weights = d_reads.weights
+        d_side = d_reads.side if now.depth is None else d_reads.side.side
+        d_rows, d_captured = only(self.needed, Others(d_side, d_reads.captured))
         d_others = Others(_to_microbatches(others.side, d_rows, now), d_captured)
         return Cotangents(before, add(after.others, d_others)), d_weights
+
+    def readable(self, stored: PyTree) -> PyTree:
+        """Parameters as a loop over ticks reads them: as stored, or gathered before it."""
+        gathered = self.visit.fsdp_gather.gather(stored)
+        split = repeats.split_to_read(gathered, cast_at_use=self.loop.cast_at_use)
+        if not self.visit.sums_in_layers:
+            return split
+        return ReadWithSums.of(split, self.visit.zeros(stored))
 
     def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
         """The cotangents after the last tick: of the stream, and zeros for all else."""
@@ -133,8 +142,7 @@ class WholeLoop:
         needs: the gathered weights, and with `keep` the residuals of every tick.
         """
         loop, (stream, state) = self.tick.loop, moving
-        gathered = self.tick.visit.fsdp_gather.gather(params)
-        split = repeats.split_to_read(gathered, cast_at_use=loop.cast_at_use)
+        split = self.tick.readable(params)
         step = functools.partial(self.tick.forward, _reading(split), others, keep)
         start = loop.start(stream), state
         end, (residuals, metrics) = _tick.walk_ticks(loop.schedule, step, start, loop.plan)
@@ -151,9 +159,9 @@ class WholeLoop:
             totals: tuple[PyTree, Cotangents], at: tuple[CircularPlan, tuple[PyTree, PyTree]]
         ) -> tuple[tuple[PyTree, Cotangents], None]:
             d_params, after = totals
-            before, d_weights = self.tick.backward(_reading(split), others, after, *at)
-            d_weights = visit.fsdp_gather.of_visit(d_weights, params)
-            return (visit.add(d_params, d_weights, at[0].repeat), before), None
+            weights_at = _reading(with_sums(split, d_params))
+            before, d_weights = self.tick.backward(weights_at, others, after, *at)
+            return (visit.add(d_params, d_weights, params, at[0].repeat), before), None
 
         rows = (loop.plan, (residuals, d_metrics))
         start = (visit.zeros(params), last)
@@ -192,7 +200,7 @@ class PrefetchLoop:
         self, params: PyTree, moving: Moving, others: Others, *, keep: bool
     ) -> tuple[tuple[CircularCarry, PyTree], PyTree, _Pieces]:
         schedule = self.tick.loop.schedule
-        plan = _cut(schedule, circular_plan(schedule))
+        plan = _cut(schedule, self.tick.loop.plan)
         now = self._gather(params, jnp.int32(0))
 
         def run(carry: PyTree, plan: CircularPlan, *weights: PyTree) -> tuple[PyTree, PyTree]:
@@ -221,7 +229,7 @@ class PrefetchLoop:
         self, params: PyTree, others: Others, saved: tuple[_Pieces, PyTree], last: Cotangents
     ) -> tuple[PyTree, Cotangents]:
         schedule = self.tick.loop.schedule
-        plan = _cut(schedule, circular_plan(schedule))
+        plan = _cut(schedule, self.tick.loop.plan)
         # The residuals of every tick, and the cotangents of its metrics.
         at_ticks = _Pieces(*zip(saved[0], _cut(schedule, saved[1]), strict=True))
         run = functools.partial(self._back, others)
@@ -270,6 +278,7 @@ class PrefetchLoop:
         def step(state: PyTree, at: tuple[CircularPlan, PyTree]) -> tuple[PyTree, None]:
             cotangents, totals = state
             cotangents, d_weights = self.tick.backward(weights_at, others, cotangents, *at)
+            d_weights = self.tick.visit.only(d_weights)
             return (cotangents, _collect(totals, d_weights, at[0])), None
 
         state, _ = jax.lax.scan(step, (cotangents, totals), (plan, residuals), reverse=True)

@@ -10,7 +10,7 @@ one line below is the work of all stages at once:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from nnx_pipeline.config._remat import ITERATION_INPUT, named
 from nnx_pipeline.pipeline import _exchange as exchange
 from nnx_pipeline.pipeline import visit
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage import apply as stages
 from nnx_pipeline.pipeline.stage._hoist import Function
+from nnx_pipeline.pipeline.stage._sums import ReadWithSums, with_sums
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import At, put, take
 
@@ -39,11 +39,13 @@ class CircularPlan(NamedTuple):
     from_stream: Array  # bool [ticks], whether stage 0 takes a new microbatch
     stream_slot: Array  # int32 [ticks], the slot of the stream that is read and written
     queue_slot: Array  # int32 [ticks], the slot of the queue that is read and written
+    depth: Array | None  # int32 [ticks], as of `AtDepth`; None if all ticks have the same
 
 
-def circular_plan(schedule: CircularSchedule) -> CircularPlan:
-    """In a bubble a stage has microbatch 0 and repeat 0."""
+def circular_plan(schedule: CircularSchedule, depths: Sequence[int] = ()) -> CircularPlan:
+    """In a bubble a stage has microbatch 0 and repeat 0; `depths` as in `LoopOptions`."""
     visits, tick = schedule.visits, np.arange(schedule.ticks, dtype=np.int32)
+    depth = schedule.depth_at_ticks(depths) if depths else tick[:0]
     return CircularPlan(
         microbatch=jnp.asarray(visits.microbatch),
         repeat=jnp.asarray(visits.repeat),
@@ -51,6 +53,7 @@ def circular_plan(schedule: CircularSchedule) -> CircularPlan:
         from_stream=jnp.asarray(tick < schedule.microbatches),
         stream_slot=jnp.asarray(tick % schedule.stream_slots),
         queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
+        depth=jnp.asarray(depth) if len(set(depth.tolist())) > 1 else None,
     )
 
 
@@ -165,10 +168,12 @@ class CircularLoop:
     shift_by: exchange.ShiftName
     bubble_fill: float
     cast_at_use: bool = False
+    sums_in_layers: bool = False
+    depths: tuple[int, ...] = ()
 
     @property
     def plan(self) -> CircularPlan:
-        return circular_plan(self.schedule)
+        return circular_plan(self.schedule, self.depths)
 
     def start(self, stream: PyTree) -> CircularCarry:
         def empty(leaf: Array) -> Array:
@@ -207,26 +212,42 @@ class CircularLoop:
         return visit.visits_at(now.repeat, now.microbatch, now.active, microbatches)
 
 
+def side_at(side: PyTree, now: CircularPlan) -> PyTree:
+    """What the stages read at a tick besides weights and activations."""
+    rows = visit.side_of(side, now.microbatch)
+    return rows if now.depth is None else stages.AtDepth(rows, now.depth)
+
+
 def name_input(x: PyTree) -> PyTree:
     """Every remat policy keeps the input of the stages."""
     return jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
 
 
 def autodiff_tick(
-    loop: CircularLoop, checkpoint: Wrap, apply_stage: ApplyMoving, params: PyTree, side: PyTree
-) -> CircularTick:
-    """A tick that JAX differentiates."""
+    loop: CircularLoop, checkpoint: Wrap, apply_stage: ApplyMoving, split: PyTree, side: PyTree
+) -> Callable[[PyTree, CircularPlan], tuple[PyTree, PyTree]]:
+    """A tick that JAX differentiates; with `ReadWithSums` it passes on the accumulators too."""
     # The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
     # checkpoints of the rest keep the conditions of each `where` as they are, while JAX alone would
     # keep them broadcast to the shape of the activations.
-    apply = stages.map_stages(apply_stage)
+    apply = stages.map_stages(apply_stage, at_depth=loop.plan.depth is not None)
+    linear = functools.partial(jax.checkpoint, prevent_cse=not IN_SCAN)
 
     @checkpoint
     def select_and_visit(split: PyTree, now: CircularPlan, x: Moving) -> tuple[Moving, PyTree]:
         weights = visit.weights_of(split, now.repeat)
-        result: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
+        result: tuple[Moving, PyTree] = apply(weights, x, side_at(side, now))
         return result
 
-    split = repeats.split_to_read(params, cast_at_use=loop.cast_at_use)
-    make = functools.partial(select_and_visit, split)
-    return loop.tick(make, linear=functools.partial(jax.checkpoint, prevent_cse=not IN_SCAN))
+    if not isinstance(split, ReadWithSums):
+        return loop.tick(functools.partial(select_and_visit, split), linear=linear)
+
+    def tick(
+        start: tuple[Before, PyTree], now: CircularPlan
+    ) -> tuple[tuple[Before, PyTree], PyTree]:
+        before, sums = start
+        make = functools.partial(select_and_visit, with_sums(split, sums))
+        after, (metrics, sums) = loop.tick(make, linear=linear)(before, now)
+        return (after, sums), metrics
+
+    return tick

@@ -14,7 +14,9 @@ from nnx_pipeline.pipeline.circular._tick import CircularLoop, autodiff_tick
 from nnx_pipeline.pipeline.metrics import guarded_values, over_ticks
 from nnx_pipeline.pipeline.options import LoopOptions
 from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.stage import _repeats as repeats
 from nnx_pipeline.pipeline.stage._checks import check_shapes, check_stacked, checked
+from nnx_pipeline.pipeline.stage._sums import ReadWithSums
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted
 from nnx_pipeline.sharding._cast import of_slices
@@ -73,7 +75,8 @@ def run_pipeline(
     )
     params, side = entry.place_stacked(params), entry.place_on_every_stage(side_inputs)
     states = hold_state(entry.place_stacked(state), schedule)
-    loop = CircularLoop(schedule, options.shift_by, options.bubble_fill, options.cast_at_use)
+    reading = options.cast_at_use, options.sums_in_layers, options.depths
+    loop = CircularLoop(schedule, options.shift_by, options.bubble_fill, *reading)
     stage = checked(apply_stage, has_state=state is not None)
     if options.cast_at_use and schedule.repeats > 1:
         stage = of_slices(stage)
@@ -83,10 +86,15 @@ def run_pipeline(
     )
     how = options.accumulate
     if how is None:
-        tick = autodiff_tick(loop, checkpoint, stage, params, side)
-        start = loop.start(stream), states
-        (end, states), metrics = _tick.walk_ticks(schedule, tick, start, loop.plan)
-        stream = end.stream
+        split = repeats.split_to_read(params, cast_at_use=options.cast_at_use)
+        start: PyTree = loop.start(stream), states
+        if options.sums_in_layers:
+            sums = repeats.float_sums(params)
+            split, start = ReadWithSums.of(split, sums), (start, sums)
+        tick = autodiff_tick(loop, checkpoint, stage, split, side)
+        end, metrics = _tick.walk_ticks(schedule, tick, start, loop.plan)
+        last, states = end[0] if options.sums_in_layers else end
+        stream = last.stream
     else:
         run = Accumulate(loop, checkpoint, how)
         (stream, states), metrics = run(stage, params, (stream, states), side)

@@ -25,6 +25,7 @@ from nnx_pipeline.pipeline.one_f_one_b._tick import (
     row_of,
 )
 from nnx_pipeline.pipeline.stage._repeats import split_to_read
+from nnx_pipeline.pipeline.stage._sums import ReadWithSums
 from nnx_pipeline.pipeline.stage._vjp import only, zero_gradients
 from nnx_pipeline.pipeline.stage.state import take
 
@@ -96,7 +97,9 @@ class OneForwardOneBackwardLoop:
 
     def _readable(self, stored: PyTree) -> PyTree:
         gathered = self.tick.visit.fsdp_gather.gather(stored)
-        return split_to_read(gathered, cast_at_use=self.cast_at_use)
+        split = split_to_read(gathered, cast_at_use=self.cast_at_use)
+        visit = self.tick.visit
+        return ReadWithSums.of(split, visit.zeros(stored)) if visit.sums_in_layers else split
 
     def _no_gradients_yet(self, inputs: Inputs) -> Inputs:
         if self.needed is None:

@@ -26,6 +26,7 @@ from nnx_pipeline.pipeline.one_f_one_b._state import LoopState, LoopWeights, Pha
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage._hoist import Function
+from nnx_pipeline.pipeline.stage._sums import WithSums, with_sums
 from nnx_pipeline.pipeline.stage._vjp import add, none_for_integers
 from nnx_pipeline.pipeline.stage.apply import Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.state import At, put, take
@@ -58,6 +59,7 @@ class OneForwardOneBackwardTick:
     shift_by: exchange.ShiftName
     how: Accumulation
     needed: LoopWeights | None = None
+    sums_in_layers: bool = False
 
     def __call__(
         self,
@@ -168,15 +170,15 @@ class OneForwardOneBackwardTick:
         stored = jax.tree.unflatten(
             residual_tree, select_slot(state.ring, exchange.over_stage(now.read))
         )
+        weights = weights._replace(stages=with_sums(weights.stages, state.gradients.stages))
         reads = reads_of(weights, inputs, now.backward, now.backward_repeat)
         visit, layers = self.visit, state.layers.of_visit()
         d_reads, d_x = visit.back(stored, reads, d_y, d_metrics, state=layers)
-        d_stages = visit.fsdp_gather.of_visit(visit.only(d_reads.weights), reads.weights)
         totals, of_inputs = state.gradients, state.of_inputs
         so_far = totals.enter, of_inputs.enter
         d_entry, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
         gradients = totals._replace(
-            stages=visit.add(totals.stages, d_stages, now.backward_repeat),
+            stages=visit.add(totals.stages, d_reads.weights, reads.weights, now.backward_repeat),
             enter=d_entry,
             captured=add(totals.captured, d_reads.captured),
         )
@@ -242,11 +244,14 @@ class OneForwardOneBackwardTick:
 
         def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
             y, metrics = self.functions.apply_stage(reads.captured, reads.weights, x, reads.side)
-            return y, only_counted(self.metric_weights, metrics)
+            if not isinstance(reads.weights, WithSums):
+                return y, only_counted(self.metric_weights, metrics)
+            metrics, sums = metrics
+            return y, (only_counted(self.metric_weights, metrics), sums)
 
         gather = self.how.fsdp_gather.of_repeats(self.schedule.repeats)
         needed = None if self.needed is None else self.needed.stages
-        return Visit(apply, True, self.how.grad_dtype, gather, needed)
+        return Visit(apply, True, self.how.grad_dtype, gather, needed, self.sums_in_layers)
 
     @property
     def visits(self) -> int:

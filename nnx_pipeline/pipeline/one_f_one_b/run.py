@@ -99,7 +99,12 @@ def run_one_f_one_b(
 
     def make_loop(*functions: Function) -> OneForwardOneBackwardLoop:
         tick = OneForwardOneBackwardTick(
-            HoistedFunctions(*functions), schedule, metric_weights, options.shift_by, how
+            HoistedFunctions(*functions),
+            schedule,
+            metric_weights,
+            options.shift_by,
+            how,
+            sums_in_layers=options.sums_in_layers,
         )
         return OneForwardOneBackwardLoop(tick, options.bubble_fill, options.cast_at_use)
 

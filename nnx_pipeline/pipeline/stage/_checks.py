@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from nnx_pipeline.lab.errors import InputError, counted
 from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage import state as states
+from nnx_pipeline.pipeline.stage._sums import WithSums
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
 from nnx_pipeline.sharding.layout import is_variable, mesh_sizes
 
@@ -57,7 +58,10 @@ def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
 
 
 def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
-    """The stage function as the loops call it, with metrics combined and checks."""
+    """The stage function as the loops call it, with metrics combined and checks.
+
+    Of parameters `WithSums` it gives the accumulators beside the metrics.
+    """
 
     @functools.wraps(apply_stage)
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
@@ -65,7 +69,9 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
         args = (x, side, state) if has_state else (x, side)
         before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(args)}"
         with call_explained(apply_stage, (params, *args), {}, f"{rule} arguments"):
-            result = apply_stage(params, *args)
+            result: Sequence[PyTree] = apply_stage(params, *args)
+        if isinstance(params, WithSums):
+            *result, sums = result
         check_unchanged(before, params, lambda params: apply_stage(params, *args))
         if has_state:
             *result, written = _unpacked(
@@ -77,7 +83,8 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
             states.check_written(state, written)
             state = states.without_gradient(written)
         returned, metrics = check_passed_on(result, x, "the function of a stage", "stage")
-        return (returned, state), of_visit(metrics)
+        metrics = of_visit(metrics)
+        return (returned, state), (metrics, sums) if isinstance(params, WithSums) else metrics
 
     return apply
 

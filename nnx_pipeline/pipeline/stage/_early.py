@@ -1,5 +1,6 @@
 """Layers that run before a pipeline, on all of its devices, such as dense ones before experts."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from nnx_pipeline.sharding.layout import (
     mesh_sizes,
     out_sharding,
     place,
+    place_by,
     portable_key,
+    with_layout,
 )
 
 
@@ -31,7 +34,7 @@ class EarlyLayers:
 
     They work on a batch that is spread over the stages where it lies, on one microbatch of each
     stage at a time, with weights that every stage has. What 1F1B puts into its loop is one
-    microbatch, for which all stages compute the same.
+    microbatch; there the stages share heads and hidden units, see `shared_by_stages`.
     """
 
     number: int
@@ -53,6 +56,27 @@ class EarlyLayers:
 
         module: nnx.Module = jax.tree.map(stacked, made, is_leaf=is_variable)
         return module
+
+    def shared_by_stages(self, layers: PyTree) -> PyTree:
+        """The layers with heads and hidden units split over `stage`, as far as they divide."""
+        # With 1F1B the same microbatch goes through them on all stages at each tick, so that whole
+        # layers would take as long on every stage as that many layers of the pipeline.
+        layout = self.layout
+        variables = jax.tree.leaves(layers, is_leaf=is_variable)
+        for together in (("heads", "kv_heads"), ("mlp",)):
+            axes = {name: (*getattr(layout, name), "stage") for name in together}
+            new = dataclasses.replace(layout, **axes)
+            sizes = [
+                (size, new.size(name))
+                for variable in variables
+                for name, size in zip(
+                    variable.get_metadata("logical_axes"), variable.shape, strict=True
+                )
+                if name in together
+            ]
+            if all(size % devices == 0 for size, devices in sizes):
+                layout = new
+        return place_by(with_layout(layers, layout), layout)
 
     def __call__(self, layers: PyTree, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
         """All layers applied to a batch or a microbatch; first axes are as of `Batches.axes`."""
@@ -82,8 +106,8 @@ class EarlyLayers:
         self, layers: PyTree, x: Array, side: Side, caches: list[Array]
     ) -> tuple[Array, list[Array]]:
         """All layers applied to `[batch, …]`, with caches `[layers, batch, …]`."""
-        stack = Stack(1, 1, self.number, self.number)
-        sequence = LayerSequence(self.number, 1, self.remat, in_ticks=False)
+        stack = Stack(1, 1, (self.number,))
+        sequence = LayerSequence(self.number, 1, self.remat, in_ticks=False, most_unrolled=1)
 
         def call(x: Array, numbered: NumberedLayer) -> tuple[Array, list[Array]]:
             y, result = call_layer(x, numbered, side, stack=stack)

@@ -48,8 +48,8 @@ _INSTALLED = (
 _FORWARD_MODE = (
     "a pipeline was differentiated in forward mode (jax.jvp or jax.jacfwd), in which derivatives "
     "that are written by hand have no rule; use jax.grad, and for a Hessian-vector product jax.jvp "
-    "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff and "
-    "pipeline.fsdp_gather=use"
+    "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff, "
+    "pipeline.fsdp_gather=use and pipeline.unrolled_layers to the layers of a stage"
 )
 # By a word of what JAX says.
 _CURES = {

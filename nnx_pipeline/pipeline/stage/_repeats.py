@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline._exchange import where
-from nnx_pipeline.pipeline.stage._vjp import add
+from nnx_pipeline.pipeline.stage._vjp import add, is_float
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
 SEPARATE_REPEATS = 2  # up to so many repeats are separate arrays
@@ -36,6 +36,16 @@ def split_repeats(params: PyTree) -> PyTree:
     return ByRepeat(
         tuple(jax.tree.map(lambda leaf, at=at: leaf[at], params) for at in range(repeats))
     )
+
+
+def float_sums(params: PyTree) -> ByRepeat:
+    """Parameters of up to two repeats as the start of their accumulators; None for integers."""
+    # The values are not read: that the loop starts with the parameters is what makes the cotangent
+    # of the accumulators their gradient.
+    start: ByRepeat = jax.tree.map(
+        lambda leaf: leaf if is_float(leaf) else None, split_repeats(params)
+    )
+    return start
 
 
 @functools.partial(jax.tree_util.register_dataclass)

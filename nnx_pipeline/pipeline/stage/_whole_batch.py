@@ -51,9 +51,10 @@ def run_whole_batch(
     total = guarded_values(metrics, x)
     if stored is None or state is None:
         return x, total
+    after = [written_back(*each, stack) for each in zip(state, written, strict=True)]
     left = [
         PerMicrobatch(new[:, :, None]) if isinstance(old, PerMicrobatch) else new
-        for old, new in zip(stored, map(written_back, state, written), strict=True)
+        for old, new in zip(stored, after, strict=True)
     ]
     return x, total, left
 
@@ -77,17 +78,27 @@ def in_order(tree: PyTree, stack: Stack) -> PyTree:
     """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
 
     # Padding is left out, but for the last layers of some kinds where the last is of another.
-    tree = jax.tree.map(
-        lambda leaf: leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:]), tree
-    )
-    if not stack.padding:
-        return tree
-    count = -(-stack.layers // stack.kinds)
-    return jax.tree.map(lambda leaf: leaf[:count], tree)
+    def ordered(leaf: Array) -> Array:
+        if stack.repeats == 1:
+            return leaf[0, 0] if not stack.padding else leaf[0, 0, : _counts(stack)[0]]
+        if not stack.padding:
+            return leaf.reshape(-1, *leaf.shape[3:])
+        return jnp.concatenate([leaf[at, 0, :count] for at, count in enumerate(_counts(stack))])
+
+    return jax.tree.map(ordered, tree)
 
 
-def written_back(stacked: Array, new: Array) -> Array:
+def written_back(stacked: Array, new: Array, stack: Stack) -> Array:
     """`[repeats, 1, layers per stage, …]` with new values `[layers, …]`; the rest is padding."""
-    rest = stacked.reshape(-1, *stacked.shape[3:])[new.shape[0] :]
-    everything = jnp.concatenate([new, rest]) if rest.shape[0] else new
-    return everything.reshape(stacked.shape)
+    if not stack.padding:
+        return new.reshape(stacked.shape)
+    pieces, start = [], 0
+    for at, count in enumerate(_counts(stack)):
+        pieces += [new[start : start + count], stacked[at, 0, count:]]
+        start += count
+    return jnp.concatenate(pieces).reshape(stacked.shape)
+
+
+def _counts(stack: Stack) -> list[int]:
+    """The layers of each kind in each repeat, on the only stage."""
+    return [-(-number // stack.kinds) for number in stack.of_visits]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,23 @@ _WITHIN: dict[str, Any] = {
 }
 
 
-def map_stages(apply_stage: Function) -> Function:
+class AtDepth(NamedTuple):
+    """Side inputs, and the first place of a stage in which no stage has a layer at this tick."""
+
+    side: PyTree
+    depth: Array | None  # int32, one number for all stages; an axis of `vmap` in its place is None
+
+
+def map_stages(apply_stage: Function, *, at_depth: bool = False) -> Function:
     """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`.
+
+    If `at_depth`, its side inputs, the last of three arguments, are `AtDepth`.
 
     Raises InputError for a convolution on a mesh on which XLA gets its gradient wrong.
     """
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
-    return jax.vmap(without_convolutions(apply_stage), spmd_axis_name=name)
+    axes = (0, 0, AtDepth(0, None)) if at_depth else 0
+    return jax.vmap(without_convolutions(apply_stage), axes, spmd_axis_name=name)
 
 
 def read_row(index: Array, leaf: Array) -> Array:

@@ -1,5 +1,6 @@
 """Applies the layers of one stage, one after the other."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,14 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named, of_group
+from nnx_pipeline.lab.errors import is_divisor
 from nnx_pipeline.pipeline._exchange import where
 from nnx_pipeline.pipeline._stack import Stack
 from nnx_pipeline.pipeline.metrics import declared, over_kinds
 from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._split import BatchSplit
+from nnx_pipeline.pipeline.stage._sums import Carried, WithSums, adding, placed
+from nnx_pipeline.pipeline.stage.apply import AtDepth
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, join_state, state_after, state_of_kinds
+from nnx_pipeline.sharding._cast import reading_slices
 from nnx_pipeline.sharding.dropout import fold_in
 from nnx_pipeline.sharding.layout import (
     AxisName,
@@ -28,6 +33,7 @@ from nnx_pipeline.sharding.layout import (
     gather_weight,
     is_explicit,
     is_variable,
+    place,
     with_layout,
 )
 
@@ -37,66 +43,107 @@ ApplyLayer = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 AXES_OF_BATCH = Layout().batch  # the mesh axes over which the activations of layers are sharded
 
-# Up to so many layers of a stage are unrolled, each with arrays of its own.
-UNROLLED = 4
-
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick."""
+    """Applies `number` layers of `kinds` kinds, in a tick within the checkpoint of the tick.
+
+    - `groups`: of layers whose named values are told apart; a layer of each in turn.
+    """
 
     number: int
     kinds: int
     remat: Remat
     in_ticks: bool
+    most_unrolled: int
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        of_kind = self.number // self.kinds
+        rule = f"pipeline.remat_groups={self.groups} does not divide {of_kind} layers of a stage"
+        is_divisor(self.groups, of_kind, rule=rule)
 
     @property
     def unrolled(self) -> bool:
         """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
-        # A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
-        # weights of each out of the stack, and put its gradient into a stack of the visit, which is
-        # stored next to the accumulators until the visit is over. Of layers apart each gradient is
-        # added as soon as it is complete; compile time grows with their number. For `mixtral-small`
-        # on a TPU v5p (libtpu 0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and
-        # 258 MB, 23.3 and 20.5 ms of compute. Any number is unrolled if each is of a kind of its
-        # own, and if some of what the layers compute is offloaded, because no compiler sends a
-        # value from a loop inside another loop to the host.
-        few = self.number <= UNROLLED or bool(self.remat.offloaded) or self.number == self.kinds
+        # A tick unrolls a few layers; one alone is read from its stack. A scan slices the weights
+        # of each out of the stack, and reads and writes its accumulators there. For `mixtral-small`
+        # with 8 layers per stage on a TPU v5p (libtpu 0.0.42.1), scanned and apart: heap 493 and
+        # 572 MB, 88.5 and 76.3 ms of compute, 85 and 151 s to compile on a shared core. Any number
+        # is unrolled if each is of a kind of its own, and if some of what the layers compute is
+        # offloaded, because no compiler sends a value from a loop inside another loop to the host.
+        offloads, of_kinds = bool(self.remat.offloaded), self.number == self.kinds
+        few = self.number <= self.most_unrolled or offloads or of_kinds
         return self.in_ticks and self.number > 1 and few
 
     def __call__(
         self, apply: ApplyLayer, layers: Sequence[PyTree], x: PyTree
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         """Applies all layers, if `unrolled`, or the stack of each kind; metrics by kind."""
-
-        def each_kind(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-            results = []
-            for layer in layers:
-                x, metrics = call(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
-                results.append(_named(metrics, LAYER_METRICS))
-            return x, tuple(results)
-
         # A checkpoint decides over the names within it: a tick's checkpoint over the inputs of all
         # its layers, else a layer's over its own.
         call = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            x, results = each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            x, results = self._each_kind(call, x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], results)
-        # A scan over one layer is no loop to a compiler, which would merge what is computed again.
-        in_scan = not self.unrolled and self.number > 1
-        call = self.remat.checkpoint(call, in_scan=in_scan)
         if not self.unrolled:
-            return jax.lax.scan(each_kind, x, layers)
+            return self._scan(call, layers, x)
+        calls = self._checkpointed(call)
         each = []
-        for layer in layers:
+        for number, layer in enumerate(layers):
             x, layer = await_gradient(x, layer)
-            x, metrics = call(_named(x, LAYER_INPUT), layer)
+            of_layer = calls[number // self.kinds % self.groups]
+            x, metrics = of_layer(_named(x, LAYER_INPUT), layer)
             each.append(_named(metrics, LAYER_METRICS))
         of_kinds = [each[kind :: self.kinds] for kind in range(self.kinds)]
         return x, tuple(map(_stacked, of_kinds))
 
+    def _checkpointed(self, call: ApplyLayer, *, in_scan: bool = False) -> list[ApplyLayer]:
+        """The function of a layer of each group."""
+        if self.groups == 1:
+            return [self.remat.checkpoint(call, in_scan=in_scan)]
+        numbers = range(1, self.groups + 1)
+        return [self.remat.checkpoint(of_group(call, at), in_scan=in_scan) for at in numbers]
+
+    def _each_kind(
+        self, call: ApplyLayer, x: PyTree, layers: Sequence[PyTree]
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """A layer of each kind, one after the other."""
+        results = []
+        for layer in layers:
+            x, metrics = call(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
+            results.append(_named(metrics, LAYER_METRICS))
+        return x, tuple(results)
+
+    def _scan(
+        self, call: ApplyLayer, layers: Sequence[PyTree], x: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        # A scan over one layer is no loop to a compiler, which would merge what is computed again.
+        # The whole batch goes through the layers of all repeats in one scan.
+        in_scan = jax.tree.leaves(layers)[0].shape[0] > 1
+        calls = self._checkpointed(call, in_scan=in_scan)
+
+        def each_group(x: PyTree, layers: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+            results = []
+            for group, of_layer in enumerate(calls):
+                at_group = jax.tree.map(lambda leaf, group=group: leaf[group], layers)
+                x, result = self._each_kind(of_layer, x, at_group)
+                results.append(result)
+            return x, _stacked(results)
+
+        with reading_slices() if in_scan else contextlib.nullcontext():
+            if len(calls) == 1:
+                return jax.lax.scan(functools.partial(self._each_kind, calls[0]), x, layers)
+            by_group = jax.tree.map(
+                lambda leaf: leaf.reshape(-1, self.groups, *leaf.shape[1:]), layers
+            )
+            x, results = jax.lax.scan(each_group, x, by_group)
+            return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
+
 
 def _named(tree: PyTree, name: str) -> PyTree:
+    if isinstance(tree, Carried):
+        return Carried(_named(tree.x, name), tree.sums)
     return jax.tree.map(lambda leaf: named(leaf, name), tree)
 
 
@@ -149,15 +196,19 @@ class LayerPlace(NamedTuple):
     @classmethod
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
         """The place of a layer by its number, an int32 scalar."""
+        if not stack.padding:
+            visit = layer // stack.per_stage
+            return cls(layer, visit % stack.stages, visit // stack.stages)
         # Padding is told that it is the last layer of its kind: of a number that the model does not
         # have, a layer may make what is infinite, as by 1 / (layers - number), and then even a
         # discarded result makes a gradient NaN.
-        each, stages = stack.per_stage, stack.stages
-        real = layer
-        if stack.padding:
-            beyond = jnp.maximum(layer - (stack.layers - 1), 0)
-            real = jnp.maximum(layer - -(-beyond // stack.kinds) * stack.kinds, 0)
-        return cls(real, layer // each % stages, layer // (each * stages))
+        place = layer - stack.first_padding
+        kinds, last = stack.kinds, stack.layers - 1
+        own = jnp.maximum(last - (last - place) % kinds, 0)
+        visit = jnp.sum(layer >= jnp.asarray(stack.starts[1:], jnp.int32), dtype=jnp.int32)
+        is_real = layer < stack.layers
+        visit = jnp.where(is_real, visit, place // stack.per_stage)
+        return cls(jnp.where(is_real, layer, own), visit % stack.stages, visit // stack.stages)
 
 
 def gathered_for_use(layer: PyTree) -> PyTree:
@@ -200,6 +251,7 @@ class NumberedLayer(NamedTuple):
     layer: PyTree  # as `split_state` gives it
     number: Array  # in the model
     state: list[Array]
+    runs: Array | None = None  # bool: whether some stage has a layer in this place; None if so
 
 
 class LayerResult(NamedTuple):
@@ -221,7 +273,7 @@ def call_layer(
 ) -> tuple[PyTree, LayerResult]:
     """Applies one layer to `[batch, …]`, which holds so many microbatches."""
     # A layer that is padding leaves activations and state as they are; its metrics mean nothing.
-    layer, number, state = numbered
+    layer, number, state, _ = numbered
     keys = side.get("keys")
     extra: Side = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
@@ -246,6 +298,35 @@ def call_layer(
     return y, LayerResult(declared(metrics, microbatches=microbatches), real, written)
 
 
+def where_needed(apply: ApplyLayer) -> ApplyLayer:
+    """The function of one layer, which leaves it out where it does not run."""
+
+    def run_or_not(x: PyTree, numbered: NumberedLayer) -> tuple[PyTree, LayerResult]:
+        if numbered.runs is None:
+            return apply(x, numbered)
+        # Every stage makes the same choice, so that none waits for another. The results go through
+        # the condition as leaves: the functions in metrics may be made anew at each call.
+        y_and_result = jax.eval_shape(apply, x, numbered)
+
+        def leave_out(x: PyTree, numbered: NumberedLayer) -> list[Array]:
+            nothing = jax.tree.map(_zeros, y_and_result[1])
+            return jax.tree.leaves((x, nothing._replace(state=numbered.state)))
+
+        def run(x: PyTree, numbered: NumberedLayer) -> list[Array]:
+            return jax.tree.leaves(apply(x, numbered))
+
+        leaves = jax.lax.cond(numbered.runs, run, leave_out, x, numbered)
+        y, result = jax.tree.unflatten(jax.tree.structure(y_and_result), leaves)
+        return y, result
+
+    return run_or_not
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+    zeros = jnp.zeros(like.shape, like.dtype)
+    return place(zeros, like.sharding.spec) if is_explicit() else zeros
+
+
 @dataclass(frozen=True)
 class StageLayers:
     """The function of a stage: applies its layers to a microbatch, once per copy of the weights."""
@@ -261,6 +342,9 @@ class StageLayers:
         self, stack: PyTree, x: PyTree, side: Side, state: list[Array] | None = None
     ) -> tuple[PyTree, ...]:
         """As for `run_pipeline`; each state is `[layers per stage, …]`."""
+        side, depth = side if isinstance(side, AtDepth) else (side, None)
+        # With accumulators of the gradients of its weights, it returns these last.
+        with_sums, stack = stack, getattr(stack, "weights", stack)
         kinds = self.stack.kinds
         states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
         if self.sequence.unrolled:
@@ -271,21 +355,47 @@ class StageLayers:
             for (layer, number), state in zip(stack, states, strict=True)
         )
         call = functools.partial(call_layer, stack=self.stack, split=self.split)
+        adds = isinstance(with_sums, WithSums)
+        x = Carried(x, with_sums.of_kinds()) if adds else x
+
+        def with_side(side: Side) -> ApplyLayer:
+            apply: ApplyLayer = functools.partial(call, side={**side, **self.shared})
+            apply = apply if depth is None else where_needed(apply)
+            return adding(apply, with_sums.repeat) if adds else apply
+
+        def one_copy(layers: PyTree, x: PyTree, side: Side) -> tuple[PyTree, tuple[PyTree, ...]]:
+            layers = self._at_depth(layers, depth)
+            return self.sequence(with_side(side), placed(layers) if adds else layers, x)
+
         copies = self.layout.axes("copy")
-        if not copies:
-            apply = functools.partial(call, side={**side, **self.shared})
-            x, results = self.sequence(apply, layers, x)
-            metrics, written = of_all_kinds(results, self.stack)
-            return (x, metrics, *([] if state is None else [written]))
+        if copies:
+            x, results = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
+        else:
+            layers = self._at_depth(layers, depth)
+            x, results = self.sequence(with_side(side), placed(layers) if adds else layers, x)
+        metrics, written = of_all_kinds(results, self.stack, copies=0 if copies else None)
+        more = [] if state is None else [written]
+        if adds:
+            return (x.x, metrics, *more, with_sums.replaced(x.sums))
+        return (x, metrics, *more)
 
-        def one_copy(
-            layers: PyTree, x: PyTree, side: Side
-        ) -> tuple[PyTree, tuple[LayerResult, ...]]:
-            return self.sequence(functools.partial(call, side={**side, **self.shared}), layers, x)
-
-        x, results = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
-        metrics, _ = of_all_kinds(results, self.stack, copies=0)
-        return x, metrics
+    def _at_depth(
+        self, layers: tuple[NumberedLayer, ...], depth: Array | None
+    ) -> tuple[NumberedLayer, ...]:
+        """The layers, which run only in places below `depth`."""
+        if depth is None:
+            return layers
+        kinds = self.stack.kinds
+        if not self.sequence.unrolled:
+            return tuple(
+                layer._replace(runs=jnp.arange(kind, self.stack.per_stage, kinds) < depth)
+                for kind, layer in enumerate(layers)
+            )
+        always = min(self.stack.depths)
+        return tuple(
+            layer if at < always else layer._replace(runs=at < depth)
+            for at, layer in enumerate(layers)
+        )
 
 
 def of_all_kinds(

@@ -40,8 +40,13 @@ class Checkpoints(Protocol):
     def stored_config(self, checkpoint: str | Path) -> Config | None:
         """The config that a checkpoint holds; None where it holds none."""
 
-    def load(self, checkpoint: str | Path, config: Config, *, mesh: Mesh) -> Mixtral:
-        """The model with all parameters of the checkpoint, placed on the mesh."""
+    def load(
+        self, checkpoint: str | Path, config: Config, *, mesh: Mesh, adapter: str | None = None
+    ) -> Mixtral:
+        """The model with all parameters of the checkpoint, placed on the mesh.
+
+        An adapter, by the name of its folder, is merged into them.
+        """
 
     def claimed(self, run: str | Path) -> AbstractContextManager[None]:
         """Keeps the folder of a run, or of one to be made, to this process."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.support import Failed
+from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
 from nnx_pipeline.train._saved import RATE, Origin, SavedRun
@@ -25,11 +25,33 @@ RESUME_NOTE = "saved steps are kept; the same command with --resume goes on afte
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed` and `--data`."""
+    """The values of `--steps`, `--seed`, `--data`, `--eval-every` and `--metrics`."""
 
     steps: int
     seed: int
     data: tuple[str, ...]
+    eval_every: int | None
+    metrics: str | None
+
+    def check_evaluation(self) -> None:
+        if self.eval_every and not self.data:
+            raise InputError(
+                "--eval-every is about the held-out part of a text, and sequences are generated; "
+                "give a text by --data"
+            )
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the loss on the held-out text is asked for after a step."""
+        return self.eval_every is not None and step % self.eval_every == 0
+
+    @contextmanager
+    def metrics_file(self, first: int) -> Iterator[TextIO | None]:
+        """The file of `--metrics`, which a training that goes on after `first` adds to."""
+        if self.metrics is None:
+            yield None
+            return
+        with open(self.metrics, "a" if first else "w", encoding="utf-8") as file:
+            yield file
 
 
 @dataclass(frozen=True)
@@ -75,7 +97,7 @@ class Folder:
 
     def _nothing(self) -> str:
         """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
-        folder = Path(self.name or "")
+        folder = place(self.name or "")
         if (folder / "training.yml").is_file():
             what = "holds no saved step"
         elif self.name and folder.is_dir() and any(folder.iterdir()):
@@ -150,7 +172,7 @@ def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     lower = f"--set {RATE}=… (it is {rate})"
     if saver is None or newest is None:
         return f"begin again with a lower {lower}"
-    folder = Path(saver.folder)
+    folder = place(saver.folder)
     if newest < at_fault:
         return f"step {newest} is kept: go on after it with --resume and a lower {lower}"
     if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):

@@ -41,6 +41,19 @@ from nnx_pipeline.train._cli.saving import Folder, Run
         help="Train on the bytes of a text file; may be repeated. The last tenth of each is held "
         "out. Without it sequences are generated.",
     ),
+    click.option(
+        "--eval-every",
+        type=COUNT,
+        metavar="N",
+        help="Compute the loss on the held-out text every N steps, and not at saves and at the end "
+        "alone.",
+    ),
+    click.option(
+        "--metrics",
+        metavar="FILE",
+        help="Write a line of JSON for each step and each loss on the held-out text; with --resume "
+        "lines are added.",
+    ),
 )
 @bundled(
     "folder",
@@ -62,7 +75,7 @@ from nnx_pipeline.train._cli.saving import Folder, Run
         "--resume",
         is_flag=True,
         help="Go on after the newest step in --checkpoint-dir. The mesh, options of the pipeline "
-        "and --set train.learning_rate may be others than before.",
+        "and, by --set, train.learning_rate may be others than before.",
     ),
 )
 @options.json_option
@@ -77,10 +90,10 @@ def train_command(
     config = options.chosen_config(chosen)
     config.check_mesh(place.mesh_config)
     from nnx_pipeline.config.config import to_dict
-    from nnx_pipeline.lab._report.output import check_writable
+    from nnx_pipeline.lab._report.output import check_outputs
     from nnx_pipeline.train._cli import training
 
-    check_writable(json_path, "--json")
+    check_outputs(json=json_path, metrics=run.metrics)
     trained = training.train_and_save(config, chosen, place, run, folder)
     mesh = place.mesh_config
     about: dict[str, object] = {"mesh": mesh.sizes(), "config": to_dict(config)}

@@ -1,45 +1,35 @@
 """What the command `train` does: it trains a model on generated sequences or on texts."""
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.config.model import count_parameters
+from nnx_pipeline.config.parameter_count import count_parameters
+from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Place
 from nnx_pipeline.lab._report.output import emit_json, show
-from nnx_pipeline.lab.errors import InputError, counted
-from nnx_pipeline.train._cli.saving import Folder, Run, Saver, way_on
-from nnx_pipeline.train._saved import Origin
+from nnx_pipeline.lab._timing.devices import device_seen_as
+from nnx_pipeline.lab.errors import InputError, counted, note
+from nnx_pipeline.lab.mesh import MeshConfig
+from nnx_pipeline.ops._router import RouterMetrics
+from nnx_pipeline.train._cli.journal import Journal
+from nnx_pipeline.train._cli.saving import RESUME_NOTE, Folder, Run, Saver, way_on
+from nnx_pipeline.train._saved import MOST_WEIGHT, Origin
 from nnx_pipeline.train._text import Texts, Windows, bigram_entropy, entropy_of, read_texts
-from nnx_pipeline.train.loop import MOST_WEIGHT, is_finite, largest_weight, train
-from nnx_pipeline.train.step import Metrics, TrainState
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training came to, after the step `first`; `held_out` and `router` are for JSON."""
-
-    first: int
-    losses: list[float]
-    held_out: dict[str, object] | None
-    router: dict[str, object] | None
-
-    def words(self) -> str:
-        last = self.first + len(self.losses)
-        if not self.losses:
-            return f"at step {last} already, so that nothing was left to train"
-        begin = f"loss {self.losses[0]:.4f} at step {self.first + 1}"
-        return f"{begin}, {self.losses[-1]:.4f} at step {last}"
+from nnx_pipeline.train._useful import peak_of, useful_flops
+from nnx_pipeline.train.loop import Step, is_finite, largest_weight, train
+from nnx_pipeline.train.step import Metrics, TrainState, bytes_of_parameter
 
 
 @dataclass(frozen=True)
@@ -49,88 +39,154 @@ class _Checks:
     mesh: Mesh
     texts: Texts | None
     saver: Saver | None
-    rate: float
+    config: Config
 
     def require(self, finite: bool, what: str, at_fault: int) -> None:
         if not finite:
-            way = way_on(self.saver, at_fault, self.rate)
+            way = way_on(self.saver, at_fault, self.config.train.learning_rate)
             raise Failed(f"{what}, which is nothing to go on with; {way}")
 
-    def finite_loss(self, metrics: Metrics, number: int) -> float:
+    def finite_step(self, metrics: Metrics, number: int) -> None:
+        """Raises Failed for a step that leaves nothing to go on with; notes one that is skipped."""
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
         what = f"the loss is {loss} at step {number} and the norm of the gradients {norm}"
-        self.require(math.isfinite(loss) and math.isfinite(norm), what, number - 1)
-        return loss
+        skipped = int(metrics.skipped or 0)
+        if not skipped:
+            self.require(math.isfinite(loss) and math.isfinite(norm), what, number - 1)
+            return
+        note(f"step {number} was skipped: {what}")
+        most = self.config.train.max_skipped_steps
+        if skipped > most:
+            way = way_on(self.saver, number, self.config.train.learning_rate)
+            raise Failed(
+                f"{counted(skipped, 'step')} in a row were skipped up to step {number}, more than "
+                f"train.max_skipped_steps={most}; {way}"
+            )
 
-    def held_out_loss(self, state: TrainState) -> float | None:
-        """The loss on the held-out text, None without a text; raises Failed for a bad state."""
+    def sound(self, state: TrainState) -> None:
+        """Raises Failed for weights or moments that are nothing to go on with."""
         number = int(state.step)
         with jax.set_mesh(self.mesh):
             finite, largest = bool(is_finite(state)), float(largest_weight(state.model))
         self.require(finite, f"step {number} leaves weights or moments that are not finite", number)
         what = f"step {number} leaves weights as large as {largest:.1e}"
         self.require(largest <= MOST_WEIGHT, what, number)
+
+    def held_out_loss(self, state: TrainState) -> float | None:
+        """The loss on the held-out text, None without a text; raises Failed for a bad state."""
+        self.sound(state)
         if self.texts is None:
             return None
-        loss = entropy_of(state.model, self.texts.held_out, self.mesh)
+        loss, number = entropy_of(state.model, self.texts.held_out, self.mesh), int(state.step)
         what = f"the loss on the held-out text is {loss} after step {number}"
         self.require(math.isfinite(loss), what, number)
         return loss
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to; `held_out` and `router` are for JSON."""
+
+    journal: Journal
+    held_out: dict[str, object] | None
+    router: dict[str, object] | None
+
+
+class _Ready(NamedTuple):
+    """A training before its next step."""
+
+    steps: Iterator[Step]
+    checks: _Checks
+    journal: Journal
+
+
 def train_and_save(
     config: Config, chosen: Chosen, place: Place, run: Run, folder: Folder
 ) -> Trained:
-    """Trains and saves, with a progress bar on standard error.
+    """Trains and saves, up to the last step or to SIGTERM, with a progress bar on standard error.
 
     Raises Failed at the first step that leaves numbers with which no training can go on.
     """
+    router = None
+    with contextlib.ExitStack() as stack:
+        steps, checks, journal = stack.enter_context(_ready(config, chosen, place, run, folder))
+        saver, stops = checks.saver, None
+        advance = stack.enter_context(bar("training", run.steps, "compiling", journal.first))
+        for state, metrics in steps:
+            number = journal.last + 1
+            checks.finite_step(metrics, number)
+            advance(journal.add(metrics))
+            router = metrics.router
+            if stops is None and saver is not None:
+                # Until here there was nothing to save, and the first step may compile for minutes.
+                stops = stack.enter_context(ending.stopping_at_sigterm())
+            stopping = stops is not None and stops()
+            is_due = number == run.steps or (saver is not None and saver.is_due(number))
+            if is_due or stopping or run.evaluates(number):
+                advance("checking", 0)
+                # Who sent SIGTERM does not wait for long.
+                if stopping:
+                    checks.sound(state)
+                else:
+                    journal.evaluated(checks.held_out_loss(state))
+            if saver is not None and (is_due or stopping):
+                advance("saving", 0)
+                saver.save(state)
+            if stopping:
+                note(f"SIGTERM came, and step {number} is saved; {RESUME_NOTE}")
+                break
+            journal.pause()
+    held_out = _held_out(journal.held_out, checks.texts, config)
+    return Trained(journal, held_out, _routing(router, config))
+
+
+@contextlib.contextmanager
+def _ready(
+    config: Config, chosen: Chosen, place: Place, run: Run, folder: Folder
+) -> Iterator[_Ready]:
+    """The training, which has no steps where the last one was done before."""
     devices = place.devices()
     _check_memory(config, devices)
+    _warn_of_no_rate(config, run.steps)
     texts = read_texts(run.data, config) if run.data else None
+    run.check_evaluation()
     origin = Origin(run.seed, texts.digest if texts else None)
     fields = parse_overrides(chosen.assignments)
-    losses: list[float] = []
-    router = None
     with folder.opened(config, origin, place.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)
-        checks = _Checks(grid, texts, saver, config.train.learning_rate)
+        checks = _Checks(grid, texts, saver, config)
         state = saver.first_state(config, grid) if saver else None
         first = 0 if state is None else int(state.step)
-        if state is not None and first == run.steps:
-            loss = checks.held_out_loss(state)
-            return Trained(first, losses, _held_out(loss, texts, config), None)
-        source = Windows(texts.training, run.seed) if texts else None
-        steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
-        with bar("training", run.steps, "compiling", first) as advance:
-            for number, (state, metrics) in enumerate(steps, first + 1):
-                losses.append(checks.finite_loss(metrics, number))
-                advance(f"loss {losses[-1]:.4f}")
-                router = metrics.router
-                if number == run.steps or (saver is not None and saver.is_due(number)):
-                    advance("checking", 0)
-                    loss = checks.held_out_loss(state)
-                    if saver is not None:
-                        advance("saving", 0)
-                        saver.save(state)
-    reported = None
-    if router is not None and config.model.num_experts > 1:
-        reported = {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
-    return Trained(first, losses, _held_out(loss, texts, config), reported)
+        with run.metrics_file(first) as file:
+            least = _least_seconds(config, place.mesh_config, devices[0])
+            journal = Journal(config.train, first, least, file)
+            if state is not None and first == run.steps:
+                journal.evaluated(checks.held_out_loss(state))
+                yield _Ready(iter(()), checks, journal)
+                return
+            source = Windows(texts.training, run.seed) if texts else None
+            steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
+            yield _Ready(steps, checks, journal)
+
+
+def _routing(router: RouterMetrics | None, config: Config) -> dict[str, object] | None:
+    if router is None or config.model.num_experts == 1:
+        return None
+    return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
 
 
 def report(trained: Trained, title: str, about: dict[str, object], json_path: str | None) -> None:
-    show(f"{title}: {trained.words()}", json_path=json_path)
-    held_out = trained.held_out
-    if held_out is not None:
+    journal, held_out = trained.journal, trained.held_out
+    show(f"{title}: {journal.words()}", json_path=json_path)
+    if held_out is not None and held_out["loss"] is not None:
         show(
             f"held-out text: loss {held_out['loss']:.4f} in nats per byte, of a bigram model "
             f"{held_out['bigram_loss']:.4f}",
             json_path=json_path,
         )
-    about |= {"resumed_after": trained.first, "losses": trained.losses}
+    about |= {"resumed_after": journal.first, "losses": journal.losses, "skipped": journal.skipped}
     emit_json(json_path, {"schema": 1, **about, "router": trained.router, "held_out": held_out})
 
 
@@ -140,7 +196,7 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
     Whether the step itself fits besides is not known before it is compiled.
     """
     parameters, train = count_parameters(config.model).total, config.train
-    of_model = 3 * parameters * jnp.dtype(config.model.param_dtype).itemsize
+    of_model = parameters * bytes_of_parameter(config)
     needed = of_model + 3 * 4 * train.global_batch * train.sequence_length
     stats = devices[0].memory_stats() or {}
     memory = stats.get("bytes_limit", 0) * len(devices)
@@ -154,6 +210,22 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
             f"{needed / 1e9:,.1f} GB or more, and {counted(len(devices), 'device')} of the mesh "
             f"{'has' if len(devices) == 1 else 'have'} {memory / 1e9:,.1f} GB; choose a smaller "
             "model or batch, or a mesh of more devices"
+        )
+
+
+def _least_seconds(config: Config, mesh: MeshConfig, device: jax.Device) -> float | None:
+    """The seconds of a step at the peak of the devices, without bubbles and transfers."""
+    peak = peak_of(config.model, device_seen_as(device.device_kind))
+    return None if peak is None else useful_flops(config, mesh) / peak
+
+
+def _warn_of_no_rate(config: Config, steps: int) -> None:
+    end, several = config.train.schedule_steps, config.train.accumulate_steps
+    if end is not None and steps > end * several:
+        of = f" times train.accumulate_steps={several}" if several > 1 else ""
+        note(
+            f"--steps {steps} is more than train.schedule_steps={end}{of}, after which the "
+            "learning rate is 0, so that weights stay as they are"
         )
 
 

@@ -1,0 +1,175 @@
+"""`nnx-pipeline train`: what it resumes, what it tells of its steps, and how it ends."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import LONGEST, Run, assert_close, script, started
+from maxtext_data import read
+
+from linen_compat.checkpoints import _offered as offered
+
+SMALL = (
+    *("--model", "tiny", "--set", "model.num_layers=4", "--set", "model.vocab_size=256"),
+    *("--set", "train.sequence_length=16", "--set", "train.global_batch=8"),
+    *("--set", "model.dropout_rate=0.2", "--set", "train.loss_chunks=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this checkout, whatever the environment has installed."""
+    monkeypatch.setattr("nnx_pipeline.train._cli.saving.checkpoints", lambda: offered)
+
+
+def given(**fields: object) -> list[str]:
+    return [word for name, value in fields.items() for word in ("--set", f"train.{name}={value}")]
+
+
+SCHEDULE = given(learning_rate_decay="cosine", schedule_steps=6, warmup_steps=2)
+BFLOAT16 = ("--set", "model.param_dtype=bfloat16")
+GUARD = given(max_skipped_steps=9, spike_factor=0.1, spike_interval=4)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [*SCHEDULE, *GUARD],
+        [*SCHEDULE, *given(accumulate_steps=2)],
+        [*GUARD, *given(accumulate_steps=2, master_dtype="float32"), *BFLOAT16],
+        [*given(master_dtype="float32"), *BFLOAT16],
+    ],
+    ids=str,
+)
+def test_a_resume_in_the_middle(options: list[str], run: Run, tmp_path: Path) -> None:
+    """Losses, skipped steps, and every array as without a stop, to the bit."""
+    words = ("train", *SMALL, "--mesh", "stage=2,fsdp=2", *options, "--steps", 8, "--json", "-")
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    ended = run(*words, "--checkpoint-dir", whole, "--save-every", 5)
+    assert ended.code == 0, ended.err
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "8")
+    again = run(*words, "--checkpoint-dir", part, "--resume")
+    assert again.code == 0, again.err
+    assert again.json["losses"] == ended.json["losses"][5:]
+    assert again.json["skipped"] == [step for step in ended.json["skipped"] if step > 5]
+    assert_close(read(part / "8" / "items"), read(whole / "8" / "items"), 0.0)
+    if "train.max_skipped_steps=9" in options:
+        assert min(ended.json["skipped"]) < 5
+        assert "was skipped: the loss is" in ended.err
+
+
+@pytest.mark.slow
+def test_what_may_change_about_the_guard(run: Run, tmp_path: Path) -> None:
+    """A run without one goes on with one, with other spikes, and not without it again."""
+    words = ("train", *SMALL, "--checkpoint-dir", tmp_path / "run", "--steps")
+    assert run(*words, 1).code == 0
+    assert run(*words, 4, "--resume", *GUARD).code == 0
+    other = given(max_skipped_steps=9, spike_factor=0.5, spike_interval=6)
+    assert run(*words, 5, "--resume", *other).code == 0
+    ended = run(*words, 6, "--resume", *given(max_skipped_steps=0))
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert "train.max_skipped_steps=0, but the run in" in ended.err
+    assert offered.saved_run(tmp_path / "run").config.train.spike_interval == 6
+
+
+@pytest.mark.slow
+def test_too_many_skipped_steps_end_the_training(run: Run, tmp_path: Path) -> None:
+    """Weights of 1e5 in float16, whose loss is never a number again."""
+    folder = tmp_path / "run"
+    options = given(learning_rate="1e5", max_skipped_steps=2)
+    words = ("train", *SMALL, "--set", "model.dtype=float16", *options, "--steps", 9)
+    ended = run(*words, "--checkpoint-dir", folder, "--save-every", 1)
+    assert (ended.code, ended.out) == (1, ""), ended.err
+    assert "step 2 was skipped: the loss is" in ended.err
+    line = ended.err.splitlines()[-1]
+    assert "3 steps in a row were skipped up to step 4, more than train.max_skipped_steps=2" in line
+    assert "step 3 is kept: go on after it with --resume and a lower --set train.learn" in line
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow(but=1)
+def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
+    """Each step and each evaluation is a line; a resume adds to them."""
+    (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
+    file = tmp_path / "metrics.jsonl"
+    words = ("train", *SMALL, "--data", tmp_path / "text", *SCHEDULE, "--metrics", file)
+    words = (*words, "--eval-every", 2, "--checkpoint-dir", tmp_path / "run")
+    first = run(*words, "--steps", 3, "--json", "-")
+    assert first.code == 0, first.err
+    lines = lines_of(file)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["loss"] for line in steps] == first.json["losses"]
+    assert [line["learning_rate"] for line in steps] == pytest.approx([0, 1.5e-3, 3e-3], rel=1e-6)
+    assert steps[0]["tokens_per_second"] is None  # it compiled
+    assert steps[1]["tokens_per_second"] == pytest.approx(8 * 16 / steps[1]["seconds"])
+    held_out = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert list(held_out) == [2, 3]
+    assert held_out[3] == first.json["held_out"]["loss"]
+    again = run(*words, "--steps", 6, "--resume")
+    assert again.code == 0, again.err
+    assert lines_of(file)[: len(lines)] == lines
+    assert [line["step"] for line in lines_of(file) if "held_out_loss" in line] == [2, 3, 4, 6]
+    note = run(*words, "--steps", 7, "--resume")
+    assert "--steps 7 is more than train.schedule_steps=6, after which the learning" in note.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--eval-every", 2), "--eval-every is about the held-out part of a text, and sequences"),
+        (("--metrics", "no/such/file"), "--metrics no/such/file cannot be written; choose a file"),
+        (("--metrics", "-"), "--metrics -: only JSON goes to standard output; name a file"),
+    ],
+)
+def test_options_that_cannot_be(options: tuple[Any, ...], message: str, run: Run) -> None:
+    ended = run("train", *SMALL, "--steps", 1, *options)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended.err
+    assert message in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_sigterm(tmp_path: Path, signals: int) -> None:
+    """The step is finished and saved, and the exit code is 0; a second one does not wait."""
+    code = f"""
+import sys, time
+from linen_compat.checkpoints import _offered as offered
+from nnx_pipeline.train._cli import saving
+real = offered.save_step
+def save(*arguments):
+    print("saving", file=sys.stderr, flush=True)
+    if {signals} == 2:
+        time.sleep(60)
+    real(*arguments)
+offered.save_step = save
+saving.checkpoints = lambda: offered
+{script("nnx_pipeline")}"""
+    options = (*SMALL, "--steps", "1000000", "--checkpoint-dir", "run", "--metrics", "lines")
+    with started(tmp_path, code, "train", *options) as process:
+        while not (tmp_path / "lines").is_file() or not (tmp_path / "lines").read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            for line in process.stderr:
+                if line == "saving\n":
+                    break
+            process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=LONGEST)
+    newest = lines_of(tmp_path / "lines")[-1]["step"]
+    if signals == 1:
+        assert process.returncode == 0, err
+        assert f"SIGTERM came, and step {newest} is saved" in err
+        assert f"at step {newest}\n" in out
+        assert offered.saved_run(tmp_path / "run").step == newest
+    else:
+        assert process.returncode == 143, err
+        assert not (tmp_path / "run").exists()
