@@ -22,8 +22,11 @@ from nnx_pipeline.lab.compile.platform import Platform
 
 RESULTS = Path(__file__).parent / "results" / "compile_scale.md"
 POD, SLICE = "tpu:v5p:4x4x4", "tpu:v5p:2x2x2"
-HEAD = "| {} | layers | CPU seconds | of the row above | temp | heap | size of the HLO text |\n"
-RULE = "|---|--:|--:|--:|--:|--:|--:|\n"
+HEAD = (
+    "| {} | layers | CPU seconds | of the row above | temp | heap | compute, ms "
+    "| size of the HLO text |\n"
+)
+RULE = "|---|--:|--:|--:|--:|--:|--:|--:|\n"
 
 
 def config_of(layers: int, batch: int, **pipeline: object) -> Config:
@@ -58,6 +61,7 @@ class Table:
             f"{took / self.before:.2f}" if self.before else "–",
             megabytes(memory.temp_bytes),
             megabytes(memory.heap_bytes),
+            f"{1e3 * result.time.compute_seconds:.1f}" if result.time else "–",
             f"{len(result.hlo) / 1e6:.2f} MB",
         ]
         row = "| " + " | ".join(map(str, cells)) + " |\n"
@@ -77,11 +81,20 @@ def main() -> None:
         )
         grid.add(f"{stages} × {repeats}", config, f"stage={stages},fsdp={64 // stages}", POD)
     tables = [grid]
-    for name, pipeline in (("", {}), (", 1F1B", {"schedule": "1f1b"})):
+    loops: dict[str, dict[str, object]] = {
+        "": {},
+        ", `backward=accumulate`": {"backward": "accumulate"},
+        ", 1F1B": {"schedule": "1f1b"},
+    }
+    for name, pipeline in loops.items():
         deep = Table(f"Layers per stage, 4 stages × fsdp 2 on `{SLICE}`{name}", "layers per stage")
         for layers in (1, 2, 4, 8, 16):
             config = config_of(4 * layers, 16, num_microbatches=8, **pipeline)
             deep.add(str(layers), config, "stage=4,fsdp=2", SLICE)
+            if layers == 8:
+                looped = dataclasses.replace(config.pipeline, unrolled_layers=1)
+                config = dataclasses.replace(config, pipeline=looped)
+                deep.add("8 in a loop", config, "stage=4,fsdp=2", SLICE)
         tables.append(deep)
     text = "# Compiling more stages, repeats and layers\n\n"
     text += "Made by `python benchmarks/compile_scale.py`; MB (10⁶ bytes) per device.\n\n"

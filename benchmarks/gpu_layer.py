@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_pipeline import DecoderLayer, InputError, ModelConfig, preset
-from nnx_pipeline.experiments._useful import PASSES, flops_per_token
 from nnx_pipeline.lab._timing.devices import device_of
+from nnx_pipeline.train._useful import PASSES, flops_per_token
 
 EXPERTS, ATTENTION = ("dense", "grouped", "capacity"), ("dot_product", "chunked", "flash")
 RESULTS = Path(__file__).parent / "results" / "gpu_layer.json"

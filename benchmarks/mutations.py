@@ -222,8 +222,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "return cls(real, layer // each % stages, layer // (each * stages))",
-        "return cls(real, layer % stages, layer // (each * stages))",
+        "return cls(layer, visit % stack.stages, visit // stack.stages)",
+        "return cls(layer, layer % stack.stages, visit // stack.stages)",
         "test_foreign_layers",
     ),
     Mutation(
@@ -353,7 +353,7 @@ MUTATIONS = (
         "test_compiler_settings",
     ),
     Mutation(
-        "nnx_pipeline/lab/_cli/across.py",
+        "nnx_pipeline/lab/_cli/other_process.py",
         "building.rename(home)",
         "pass",
         "test_across",
@@ -525,6 +525,12 @@ MUTATIONS = (
         "sums[number] != checksum(values)",
         "False",
         "test_checksums",
+    ),
+    Mutation(
+        "linen_compat/formats/_parallel.py",
+        "self._taken + nbytes <= self._most",
+        "True",
+        "test_parallel",
     ),
     Mutation(
         "linen_compat/formats/_orbax/corruption.py",

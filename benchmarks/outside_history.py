@@ -296,6 +296,7 @@ class Repository:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.git("init", "-q", "-b", "main")
+        (folder / ".git/info/exclude").write_text("__pycache__\n")
         self.git("config", "user.email", "a@b.c")
         self.git("config", "user.name", "A")
         self.base = self.commit("Four training steps", FILES)

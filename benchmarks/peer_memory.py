@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
-from nnx_pipeline.experiments._useful import bubble_share, flops_outside_layers, useful_flops
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.train._useful import bubble_share, flops_outside_layers, useful_flops
 
 RESULTS = Path(__file__).parent / "results" / "peer_memory.json"
 TPU, H100 = "tpu:v5p:2x2x2", "cuda:h100:8"

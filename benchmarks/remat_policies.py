@@ -39,7 +39,7 @@ def main() -> None:
                 small.pipeline,
                 num_microbatches=8,
                 num_repeats=2,
-                remat=policy,  # type: ignore[arg-type]
+                remat=policy,
             )
             config = dataclasses.replace(small, pipeline=pipeline)
             result = measure_step(

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from nnx_pipeline.lab._lazy import lazy
 
 if TYPE_CHECKING:
-    from nnx_pipeline.config.config import Config, TrainConfig
+    from nnx_pipeline.config.config import Config
     from nnx_pipeline.config.model import ModelConfig
     from nnx_pipeline.config.pipeline import PipelineConfig
     from nnx_pipeline.config.presets import preset
+    from nnx_pipeline.config.train import TrainConfig
     from nnx_pipeline.lab.errors import InputError
     from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
     from nnx_pipeline.modules import (

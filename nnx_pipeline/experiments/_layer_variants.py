@@ -24,7 +24,7 @@ from nnx_pipeline.ops._loss import LossOptions, Targets
 from nnx_pipeline.ops._mlp import gated
 from nnx_pipeline.ops._moe import routed_experts
 from nnx_pipeline.ops._router import Usage
-from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
+from nnx_pipeline.pipeline.stage.apply import ApplyStage, AtDepth, map_stages
 from nnx_pipeline.sharding.layout import (
     AxisName,
     Layout,
@@ -54,10 +54,10 @@ def mask_array(queries: TokenSpan, keys: TokenSpan, window: int | None) -> Array
     return mask != 0
 
 
-def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> ApplyStage:
+def map_stages_by_nnx_vmap(apply_stage: ApplyStage, *, at_depth: bool = False) -> ApplyStage:
     """The stage function under `nnx.vmap`, with the layers' state as an input and as an output.
 
-    - `apply_stage`: the function of one stage.
+    - `apply_stage`, `at_depth`: as for `map_stages`.
 
     As in MaxText's pipeline of NNX modules, the stacked layers are split into graph and state, and
     each stage merges the two, runs, and splits its layers again. `loop_variants.carry_layers` is
@@ -79,16 +79,18 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> ApplyStage:
             return results, nnx.split(merged)[1]
 
         results: tuple[PyTree, ...]
-        results, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)
+        axes = (0, 0, 0, AtDepth(0, None)) if at_depth else 0
+        mapped = nnx.vmap(one_stage, in_axes=axes, spmd_axis_name=name)
+        results, _ = mapped(state, numbers, x, side)
         return results
 
     return apply
 
 
-def map_stages_stripped(apply_stage: ApplyStage) -> ApplyStage:
+def map_stages_stripped(apply_stage: ApplyStage, *, at_depth: bool = False) -> ApplyStage:
     """The stage function on copies of its variables whose metadata omits the axes of the stack.
 
-    - `apply_stage`: the function of one stage.
+    - `apply_stage`, `at_depth`: as for `map_stages`.
 
     MaxText did this to weights under a vmap at each call (`meta.remove_axis`, seeds S2.10d).
     """
@@ -104,7 +106,7 @@ def map_stages_stripped(apply_stage: ApplyStage) -> ApplyStage:
         stripped = jax.tree.map(strip, params, is_leaf=is_variable)
         return apply_stage(stripped, x, side)
 
-    return map_stages(apply)
+    return map_stages(apply, at_depth=at_depth)
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,9 @@ def weighed_through_float32(hidden: Array, weight: Array) -> Array:
     return _through_float32(weighed(hidden, weight))
 
 
-def gated_through_float32(opened: Array, raised: Array) -> Array:
+def gated_through_float32(opened: Array, raised: Array, *activation: str) -> Array:
     """The same for experts that weigh what they project."""
-    return _through_float32(gated(opened, raised))
+    return _through_float32(gated(opened, raised, *activation))
 
 
 def _through_float32(x: Array) -> Array:
@@ -269,7 +271,7 @@ HIDDEN_THROUGH_FLOAT32 = (
 )
 RESHARDED = (Replaced(f"{_MODULES}.moe", "routed_experts", routed_and_resharded),)
 FULL_LOGITS = (Replaced(f"{_MODULES}.decoder", "chunked_cross_entropy", full_cross_entropy),)
-GRADIENT_LEFT = (Replaced("nnx_pipeline.train.step", "cast_to_other", uncast),)
+GRADIENT_LEFT = (Replaced("nnx_pipeline.train.optimizer", "cast_to_other", uncast),)
 
 
 def experts_by(mix_of: Callable[[ModelConfig], Mix]) -> tuple[Replaced, ...]:

@@ -18,6 +18,7 @@ from nnx_pipeline.train._cli.checkpoints import checkpoints
 
 if TYPE_CHECKING:
     from nnx_pipeline.experiments._programs import measure_step
+    from nnx_pipeline.experiments.plan.remat_space import remat_settings, remat_space
     from nnx_pipeline.lab._cli.outputs import ComparisonOutputs
     from nnx_pipeline.lab._cli.values import Chosen, Measuring, TwoArms
     from nnx_pipeline.lab.lint import Finding, Limits
@@ -33,6 +34,8 @@ __all__ = [
     "measure_step",
     "mesh_of",
     "names",
+    "remat_settings",
+    "remat_space",
     "title",
     "to_dict",
 ]

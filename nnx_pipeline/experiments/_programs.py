@@ -17,7 +17,6 @@ from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.experiments._arms import Program
 from nnx_pipeline.experiments._replaced import replaced
-from nnx_pipeline.experiments._useful import bubble_share, useful_flops
 from nnx_pipeline.experiments.bound.floor import floor
 from nnx_pipeline.lab._timing.band import Program as Kind
 from nnx_pipeline.lab._tracing.calls import traced_afresh
@@ -34,6 +33,7 @@ from nnx_pipeline.train import (
     jit_train_step,
     loss_and_gradients,
 )
+from nnx_pipeline.train._useful import bubble_share, useful_flops
 from nnx_pipeline.train.data import learnable_batches
 
 

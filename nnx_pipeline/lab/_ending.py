@@ -14,14 +14,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 INTERRUPTED, TERMINATED = 130, 143
 CLEARED = "no unfinished file is left"
+GOES_ON = "finished measurements are kept; run the same command again to continue"
 _CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 _WORDS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 _PATIENCE = 1.5  # seconds for removing unfinished files; a second signal ends the process at once
 
+_polls: list["_Poll"] = []  # who asks whether to stop, one at most
 _undo: dict[object, Callable[[], object]] = {}  # removes each unfinished file or folder
 _notes: list[str] = []
 _answering: list["_Answer"] = []
@@ -40,6 +43,28 @@ def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         _undo.pop(entry, None)
+
+
+@dataclass
+class _Poll:
+    """What a first SIGTERM is to the thread that hears it, and to the main thread."""
+
+    heard: bool = False
+    asked: bool = False
+
+
+@contextlib.contextmanager
+def stopping_at_sigterm() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether SIGTERM has come, which ends nothing in this context.
+
+    Who asks should come to an end in good order; a second signal ends the command as ever.
+    """
+    poll = _Poll()
+    _polls.append(poll)
+    try:
+        yield lambda: poll.asked
+    finally:
+        _polls.remove(poll)
 
 
 def add_note(text: str) -> None:
@@ -78,6 +103,12 @@ def answer(name: str) -> "_Answer | None":
     return _Answer(name)
 
 
+def stay_if_ending() -> None:
+    """Stops a thread for good once the process is about to end, so that it writes nothing more."""
+    while any(one.has_begun for one in _answering):
+        time.sleep(60)
+
+
 class _Answer:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,6 +125,10 @@ class _Answer:
         threading.Thread(target=self._listen, args=(hear,), daemon=True).start()
         _answering.append(self)
 
+    @property
+    def has_begun(self) -> bool:
+        return self._begun.locked()
+
     def stop(self) -> None:
         _answering.remove(self)
         for number, handler in self._before.items():
@@ -105,13 +140,18 @@ class _Answer:
         """Waits for signals: Python writes each as a byte to the pipe, even while C++ runs."""
         signals = 0
         while byte := os.read(hear, 1):
-            if byte[0] in self._before:
+            if byte[0] == signal.SIGTERM and _polls and not _polls[-1].heard:
+                _polls[-1].heard = True
+            elif byte[0] in self._before:
                 signals += 1
                 self._end(_CODES[byte[0]], at_once=signals > 1)
         os.close(hear)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         """Stops the main thread, so that it writes, prints and raises nothing more."""
+        if number == signal.SIGTERM and _polls and not _polls[-1].asked:
+            _polls[-1].asked = True
+            return
         # The thread has usually begun the end. It has not if a library replaced the wakeup pipe.
         self._end(_CODES[number])
         while True:

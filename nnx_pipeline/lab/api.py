@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,9 @@ from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError, described
 from nnx_pipeline.lab.mesh import Axes, entry_axes
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.search.largest import Largest
 
 
 class _Target(NamedTuple):
@@ -177,6 +180,44 @@ def compare(
     outcome = compare_measurements(question, results[0], results[1])
     notes = [*_different_results(traced), outcome.note]
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
+
+
+def fit_largest(
+    function: Callable[..., object],
+    inputs: Callable[..., object],
+    over: str,
+    *,
+    mesh: AnyMesh = None,
+    platform: Platform | str,
+    limit: str = "100%",
+) -> "Largest":
+    """Finds the largest number with which a function fits on a device, by compiles.
+
+    - `function`, `mesh`, `platform`: as for `measure`.
+    - `inputs`: takes the number by its name, and returns the tuple of arguments.
+    - `over`: the name and its values, such as `batch=1..512`, or `batch=8..512:8` for multiples.
+    - `limit`: a share of the memory of a device, or bytes such as `76GB`.
+
+    Raises InputError for these, and where a value cannot be used.
+    """
+    from nnx_pipeline.lab.search.effort import Effort
+    from nnx_pipeline.lab.search.largest import Largest, NotUsable, find_largest
+    from nnx_pipeline.lab.search.over import MemoryLimit, Over
+
+    target = _platform(platform)
+    values = Over.parse(over)
+    found = Largest(values, MemoryLimit.parse(limit, target), str(target))
+
+    def make(value: int) -> Measurement:
+        given = inputs(**{values.name: value})
+        arguments = given if isinstance(given, tuple) else (given,)
+        return measure(function, *arguments, mesh=mesh, platform=target)
+
+    try:
+        find_largest(found, make, Effort(what=f"{values.name}, {target}", most=0))
+    except NotUsable as error:
+        raise InputError(f"{values.at(error.value)} cannot be used: {error}") from error
+    return found
 
 
 def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:

@@ -26,6 +26,10 @@ def printable(text: str, keep: str = "") -> str:
 
 MOST = 2**31 - 1  # of anything that is counted: compilers and indices have 32 bits
 LARGEST = sys.float_info.max
+BYTES = {  # the units in which users write them
+    **{"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 4, 200, 200
 

@@ -14,7 +14,7 @@ from helpers import mesh_of, optax_promotion, replace, small_config
 
 from linen_compat._cli import main as linen_compat_cli
 from nnx_pipeline import Config, MeshConfig
-from nnx_pipeline.config.model import count_parameters
+from nnx_pipeline.config.parameter_count import count_parameters
 from nnx_pipeline.experiments import _programs as of_programs
 from nnx_pipeline.experiments._arms import Program
 from nnx_pipeline.experiments._claim_table import CLAIM_TABLE

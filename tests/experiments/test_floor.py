@@ -19,7 +19,6 @@ from nnx_pipeline import Config, MeshConfig, ModelConfig, PipelineConfig, TrainC
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.experiments._programs import measure_step
-from nnx_pipeline.experiments._useful import bubble_share, useful_flops
 from nnx_pipeline.lab._page import measurement_page
 from nnx_pipeline.lab._report.program_tables import floor_view
 from nnx_pipeline.lab._report.view.floor import floor_lines
@@ -29,6 +28,7 @@ from nnx_pipeline.lab.compile._packages import MissingCompiler
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.train._useful import bubble_share, useful_flops
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "floor.json"

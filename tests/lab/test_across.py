@@ -21,7 +21,7 @@ from nnx_pipeline import InputError
 from nnx_pipeline.lab._baseline import environment, process
 from nnx_pipeline.lab._baseline.environment import Unavailable, Wanted
 from nnx_pipeline.lab._cli import bisected
-from nnx_pipeline.lab._cli.across import parse_versions
+from nnx_pipeline.lab._cli.other_process import parse_versions
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.versions_table import versions_view
 from nnx_pipeline.lab.compile._cache import Cache

@@ -40,6 +40,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.git("init", "-q", "-b", "main", ".")
+        (path / ".git/info/exclude").write_text("__pycache__\n")
         self.git("config", "user.email", "a@b.c")
         self.git("config", "user.name", "A")
 

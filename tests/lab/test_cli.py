@@ -110,9 +110,9 @@ def test_help_has_three_groups_and_a_first_command(run: Run) -> None:
         name: re.findall(r"^  ([\w-]+)  ", text, re.MULTILINE)
         for name, text in zip(groups[::2], groups[1::2], strict=True)
     }
-    measuring = ["measure", "compare", "memory", "lint", "platforms", "bisect", "explain"]
+    measuring = ["measure", "compare", "memory", "lint", "platforms", "bisect", "explain", "fit"]
     assert found["Measure a program"] == measuring
-    assert found["Train a model"] == ["generate", "models", "schedule", "train"]
+    assert found["Train a model"] == ["generate", "models", "plan", "schedule", "train"]
     assert found["Checkpoints"] == ["linen-compat"]
     assert "Begin with: nnx-pipeline measure " in shown
 
@@ -301,11 +301,26 @@ def test_layers_of_a_schedule(run: Run) -> None:
     table = run(*arguments).out
     assert "2 of 32 places are padding, so that bubble and padding take 46.4%" in table
     assert "1 of 8 places is padding" in run(*arguments[:-1], "7").out
-    assert "24–29 + 2 padding" in table
+    assert "23–29 + 1 padding" in table
+    assert "24–29 + 2 padding" in run(*arguments, "--stage-layers", "8,8,8,6").out
     layers = run(*arguments, "--json", "-").json["layers"]
     assert layers["idle_share"] == pytest.approx(1 - 30 * 4 / (32 * 7))
-    assert layers["of_stage"][3] == [[*range(24, 30)]]
+    assert layers["busy_share_of_stage"] == [32 / 56, 32 / 56, 28 / 56, 28 / 56]
+    assert layers["of_stage"][3] == [[*range(23, 30)]]
     assert "no padding" in run(*arguments[:-1], "8", "--schedule", "1f1b").out
+
+
+def test_ticks_without_layers_in_a_place(run: Run) -> None:
+    """12 layers in 2 repeats of 4 stages: 11 ticks with a visit of 2 layers, and 8 with 1."""
+    arguments = ("schedule", "--stages", "4", "--microbatches", "8", "--repeats", "2")
+    shown = run(*arguments, "--layers", "12", "--json", "-").json["layers"]
+    assert shown["layer_times"] == 11 * 2 + 8
+    assert shown["busy_share_of_stage"] == [24 / 30] * 4
+    at_the_end = run(*arguments, "--layers", "12", "--stage-layers", "2,2,2,2,2,2,0,0")
+    assert "ticks take 38" not in at_the_end.out
+    assert "bubble and padding take 36.8%" in at_the_end.out
+    by_turns = run(*arguments, "--layers", "12", "--schedule", "1f1b", "--json", "-").json
+    assert by_turns["layers"]["layer_times"] == (8 * 2 + 3) * 2
 
 
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])

@@ -110,7 +110,7 @@ def test_the_key_without_settings_has_no_room_for_them(monkeypatch: pytest.Monke
     """It is what it was before there were any."""
     written: list[str] = []
 
-    def sha256(content: bytes) -> Any:
+    def sha256(content: bytes = b"") -> Any:
         written.append(content.decode())
         return real(content)
 

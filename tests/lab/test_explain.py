@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import pytest
 from helpers import Run, missing
 
+from nnx_pipeline import lab
+from nnx_pipeline.lab._hlo.buffers import read_buffers
+from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab.compile._compiler import _PERSISTENT_CACHE
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.explain import Explanation, explain
+from nnx_pipeline.lab.explain._cures import cures_of
+from nnx_pipeline.lab.explain._gains import Placed
 from nnx_pipeline.lab.explain._texts import bytes_of, cleaned
 from nnx_pipeline.lab.explain.explanation import explain_text
 
@@ -292,6 +297,28 @@ def test_a_dump_of_a_tpu_promises_no_more_than_comes(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert 0 < gain <= before - after
+
+
+def test_the_rows_of_an_array_are_not_the_steps_of_a_scan() -> None:
+    """A scan of 4 steps writes into an array of 64 rows, which the backward pass reads."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def step(rows: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
+            new = jnp.tanh(rows[at] @ w)[None]
+            return jax.lax.dynamic_update_slice(rows, new, (at, 0)), None
+
+        return (jnp.sin(jax.lax.scan(step, x, jnp.arange(4))[0] @ w) ** 2).sum()
+
+    shapes = (jax.ShapeDtypeStruct(dims, "float32") for dims in ((512, 512), (64, 512)))
+    measured = lab.measure(jax.grad(loss), *shapes)
+    assert measured.attribution
+    assert measured.buffer_assignment
+    rows = measured.attribution.buffers
+    assert "f32[64,512]" in {row.shape for row in rows if row.role == "saved residual"}
+    buffers = read_buffers(measured.buffer_assignment)
+    cures = cures_of(rows, Placed(parse(measured.hlo), buffers, measured.hlo))
+    (scan,) = [cure.why for cure in cures if "stacked by a scan" in cure.why]
+    assert "of 4 steps, the largest f32[4,512]" in scan
 
 
 def test_the_page_shows_what_the_command_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_training_in_its_first_compile(tmp_path: Path, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     ("package", "arguments"),
-    [("nnx_pipeline", ("lint", "tiny")), ("linen_compat", ("inspect", "."))],
+    [("nnx_pipeline", ("lint", "tiny")), ("linen_compat", ("overhead",))],
 )
 def test_while_everything_is_imported(
     tmp_path: Path, package: str, arguments: tuple[str, ...]
@@ -119,7 +119,7 @@ def test_while_everything_is_imported(
 def test_the_bridge_in_the_middle(tmp_path: Path, arguments: tuple[str, ...], moment: str) -> None:
     code = f"""
 import sys, time
-from linen_compat._cli import running
+from linen_compat._cli import checking
 from linen_compat.formats._orbax import arrays as stored
 def slowly(word, real):
     def wrapped(*args, **options):
@@ -128,7 +128,7 @@ def slowly(word, real):
         return real(*args, **options)
     return wrapped
 stored.NewArrays.write = slowly("writing", stored.NewArrays.write)
-running.diagnose = slowly("diagnosing", running.diagnose)
+checking.diagnose = slowly("diagnosing", checking.diagnose)
 {script("linen_compat")}"""
     with started(tmp_path, code, *arguments) as process:
         wait_for(process, moment)

@@ -20,6 +20,7 @@ from nnx_pipeline.lab.compile.platform import Platform, targets
 PRODUCT = ("jax.numpy:matmul", "--arg", "bfloat16[4096,1024]", "--arg", "bfloat16[1024,512]")
 V5P = ("--platform", "tpu:v5p:2x2x1")
 CPU = ("--platform", "cpu")
+HERE = ("--platform", "local")
 
 
 def test_all_that_can_be_compiled_for_is_listed(run: Run) -> None:
@@ -91,7 +92,7 @@ def test_one_function_on_two_platforms(run: Run) -> None:
 
 def test_one_preset_on_two_platforms_has_its_tokens(run: Run) -> None:
     small = ("--set", "model.num_layers=1", "--set", "train.global_batch=2")
-    ended = run("compare", "tiny", *small, *CPU, *CPU, "--json", "-")
+    ended = run("compare", "tiny", *small, *CPU, *HERE, "--json", "-")
     assert [one["memory"] for one in ended.json["platforms"]] == [
         ended.json["platforms"][0]["memory"]
     ] * 2
@@ -103,7 +104,7 @@ def test_one_preset_on_two_platforms_has_its_tokens(run: Run) -> None:
         (("measure", "tiny", *CPU, *V5P), "nnx-pipeline compare SUBJECT takes several"),
         (("measure", "tiny", *CPU, "--price", "free"), "is no price of a chip for an hour"),
         (("measure", "tiny", *CPU, "--price", "-1"), "is no price of a chip for an hour"),
-        (("compare", "tiny", *CPU, *CPU, "--price", "cpu=inf"), "is no price of a chip"),
+        (("compare", "tiny", *CPU, *HERE, "--price", "cpu=inf"), "is no price of a chip"),
         (("compare", "tiny", *CPU, "--price", "1"), "give several --platform"),
         (("compare", "tiny", *CPU, *V5P, "--price", "cuda=1"), "is for none of the platforms"),
         (("compare", "tiny", *CPU, *V5P, "--gemm", "both"), "write --gemm triton or --gemm cublas"),
@@ -131,7 +132,7 @@ V5P_ON_MESH = (*V5P, "--mesh", "fsdp=4")
         (("compare", *PRODUCT, *CPU, *V5P, "--price", "1"), "of a step; give --tokens N"),
         (("measure", *PRODUCT, *CPU, "--tokens", "7"), "--tokens has no use on cpu, of whose time"),
         (("measure", "tiny", *CPU, "--price", "1"), "--price has no use on cpu, of whose time"),
-        (("compare", "tiny", *CPU, *CPU, "--price", "1"), "has no use on cpu, cpu, of whose"),
+        (("compare", "tiny", *CPU, *HERE, "--price", "1"), "has no use on cpu, local, of whose"),
         (("measure", "tiny", *V5P, "--price", "cuda=1"), "cuda=1 is for none of the platforms"),
         (("measure", "tiny", *V5P, "--price", "tpu==1"), "tpu==1 is for none of the platforms"),
         (("measure", "tiny", *V5P, "--price", "1", "--price", "tpu=2"), "--price 1 is for none of"),
@@ -171,16 +172,23 @@ def test_one_platform_that_refuses_the_program_is_a_row(
         raise refusal
 
     monkeypatch.setattr(measuring, "measured", refuses_once)
-    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    ended = run("compare", *PRODUCT, *CPU, *HERE)
     assert (ended.code, "cpu: no such kernel" in ended.out) == (1, True)
 
     def refuses(*arguments: object) -> object:
         raise refusal
 
     monkeypatch.setattr(measuring, "measured", refuses)
-    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    ended = run("compare", *PRODUCT, *CPU, *HERE)
     assert (ended.code, ended.out) == (2, "")
     assert "no such kernel; take another" in ended.err
+
+
+def test_a_platform_is_named_once(run: Run) -> None:
+    ended = run("compare", *PRODUCT, *CPU, *V5P, *CPU)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--platform cpu is given twice; give each platform once" in ended.err
+    assert len(ended.err.splitlines()) == 1
 
 
 def test_a_mesh_that_does_not_fit_is_said_at_once(run: Run) -> None:
@@ -214,8 +222,9 @@ def test_what_the_table_of_platforms_says_of_each() -> None:
     lines = text(platforms_view("a step", rows)).splitlines()
     assert max(map(len, lines)) <= 80
     shown = " ".join(" ".join(lines).split())
-    cycles = "step on tpu:v5p:2x2x2: by the compiler's cycles; at least, for sort (one pass of its "
-    assert f"{cycles}bytes counts); measured steps of models with experts on v5p" in shown
+    cycles = "step on tpu:v5p:2x2x2: by the compiler's cycles; with the least that it takes, for"
+    cycles += " sort (one pass of its bytes counts); measured steps of models with experts on v5p"
+    assert cycles in shown
     assert "step on cuda:h100:8, cuda:h200:8: by XLA's own model of the GPU; measured" in shown
     amd = "step on rocm:mi300x:8, rocm:mi355x:8: a roofline: no program reaches it (XLA has no"
     assert f"{amd} products that were measured on AMD's GPUs); no step that is" in shown
@@ -240,7 +249,7 @@ def test_a_platform_that_fails_is_named(run: Run, monkeypatch: pytest.MonkeyPatc
         raise Failed("no room")
 
     monkeypatch.setattr(measuring, "measured", fails_once)
-    ended = run("compare", *PRODUCT, *CPU, *CPU)
+    ended = run("compare", *PRODUCT, *CPU, *HERE)
     assert ended.code == 1
     assert "cpu: no room" in ended.out
     assert "failed: cpu" in ended.err

@@ -250,6 +250,21 @@ def test_bars_and_line_are_to_scale() -> None:
         assert max(widths) == pytest.approx(1000 * first / sizes["a"], abs=0.05)
 
 
+def test_roles_that_round_to_nothing_are_not_listed() -> None:
+    sizes = attribution().by_role()
+    small = {role for role, size in sizes.items() if size < 50_000}
+    page = measurement_page(TITLE, measurement(attribution()))
+    (bar,) = re.findall(r'aria-label="this program: ([^"]*)"', page)
+    assert {part.rpartition(" ")[0].rpartition(" ")[0] for part in bar.split(", ")} == (
+        {*sizes} - small
+    )
+    legend = re.search(r'<div class="x-ends">.*?<p class="roles">(.*?)</p>', page)
+    assert legend
+    assert small
+    assert not [role for role in small if f"</span>{role}</span>" in legend[1]]
+    assert max(sizes, key=lambda role: sizes[role]) in legend[1]
+
+
 def steps_of(path: str) -> list[tuple[int, int]]:
     """The corners of a path of steps: how far along the schedule, and how far above zero."""
     at, up, found = 0, 0, []

@@ -226,8 +226,9 @@ def test_no_more_is_said_than_follows_from_bounds(
         wanted = wanted.replace("the lower bound of the step", "the estimated step (≳)")
     assert first.endswith(f" and {wanted}")
     alike = case[0] == case[1]
+    by = "lower bounds" if sign == "≥" else "figures with ≳"
     assert [line for line in rest if "saves" in line] == (
-        ["Of these 2 changes norm-scale saves most time, 5.00 ms per step by lower bounds."]
+        [f"Of these 2 changes norm-scale saves most time, 5.00 ms per step by {by}."]
         if alike
         else []
     )

@@ -158,10 +158,15 @@ def test_a_lower_bound_is_shown_as_one(field: str, signs: str) -> None:
     assert f"MFU {most} 3.0%, HFU {most} 12.4%, bubble 27.3%" in shown
     sort = Unread(name="s", what="sort", figures=("time_bound",), executed=2, reason="unknown")
     found = dataclasses.replace(measurement(attribution()), unread=(sort,))
-    line = "only a lower bound in the estimated time: sort s (2 times per step): unknown"
+    line = (
+        "only with the least that it takes in the estimated time: sort s (2 times per step): "
+        "unknown"
+    )
     assert unread_lines([found]) == [line]
     for view in (report.measurement_view("a step", found), times_view(found, top=3)):
         assert line in " ".join(text(view).split())
+    part = dataclasses.replace(TIME, **{field: True})
+    assert f"compute goes, {least} ms" in text(lines_table(part, top=3))
     timed = text(times_view(dataclasses.replace(found, time=TIME), top=3), 120).splitlines()
     assert "launches" in timed[-3]
     assert timed[-1] == line

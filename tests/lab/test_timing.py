@@ -13,12 +13,11 @@ from helpers import missing, new_model, packed_batch, run_fresh, small_config, u
 from hlo_texts import matmul_flops
 
 from nnx_pipeline import MeshConfig, lab
-from nnx_pipeline.experiments._useful import bubble_share, flops_per_token, useful_flops
 from nnx_pipeline.lab._hlo.loops import executions
 from nnx_pipeline.lab._hlo.module import Instruction, parse
 from nnx_pipeline.lab._report.view.figures import basis_of, estimated
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
-from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of
+from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of, device_seen_as
 from nnx_pipeline.lab._timing.estimate import Estimate
 from nnx_pipeline.lab._timing.groups import groups_of, pairs_of
 from nnx_pipeline.lab._timing.links import Links
@@ -26,7 +25,9 @@ from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.train import loss_of
+from nnx_pipeline.train._useful import bubble_share, flops_per_token, useful_flops
 
 # A device on which sums are easy: 1 cycle and 1 byte on a link are 1 s each.
 SIMPLE = Device(
@@ -1089,6 +1090,19 @@ def test_groups_that_cannot_be_read_are_named(what: str) -> None:
 
 
 # ---- the model's own figures ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["v5p", "v5e", "v6e", "tpu7x"])
+def test_a_tpu_is_known_by_the_name_that_it_gives_itself(target: str) -> None:
+    grid = "2x2x1" if target in ("v5p", "tpu7x") else "2x2"
+    (device, *_) = Platform.parse(f"tpu:{target}:{grid}").devices(1)
+    assert device_seen_as(device.device_kind) is DEVICES["tpu", target]
+
+
+def test_other_devices_are_known_by_whole_names_alone() -> None:
+    assert device_seen_as("NVIDIA H100 80GB HBM3") is DEVICES["cuda", "h100"]
+    assert device_seen_as("NVIDIA H100 PCIe") is None
+    assert device_seen_as("cpu") is None
 
 
 def test_useful_operations_are_those_of_a_dense_model_without_remat() -> None:

@@ -213,7 +213,9 @@ def test_the_table_and_the_json(run: Run, tmp_path: Path) -> None:
         assert row["gain_bytes"] == base - row["result"]["memory"]["account_bytes"]
         assert row["name"].split(",")[0] in ended.out
     assert rows[-1]["gain_bytes"] >= max(gains)
-    assert "donate_argnums=(0, 1)" in page.read_text()
+    shown = page.read_text()
+    assert "donate_argnums=(0, 1)" in shown
+    assert f"{rows[0]['name']}: {rows[0]['gain_bytes'] / 1e6:,.1f} MB less → " in shown
 
 
 def test_a_change_that_fails_is_a_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

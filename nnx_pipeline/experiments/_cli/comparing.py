@@ -51,7 +51,7 @@ def run_comparison(
     target = target.settled()
     cache = Cache.of_user(fresh=measuring.fresh)
     if cache.folder is not None:
-        ending.add_note("finished measurements are kept; run the same command again to continue")
+        ending.add_note(ending.GOES_ON)
     steps = [Chosen(model, chosen.assignments) for model in models or (MODEL,)]
     if measuring.sweeps:
         run_sweep(experiments, measuring.sweeps, steps[0], target, cache, outputs)

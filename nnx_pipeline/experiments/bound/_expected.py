@@ -20,7 +20,7 @@ from nnx_pipeline.experiments.bound._moments import (
 from nnx_pipeline.experiments.bound._sizes import Sizes
 from nnx_pipeline.lab.attribution._floor import Moment, Term
 from nnx_pipeline.lab.errors import counted
-from nnx_pipeline.pipeline.stage.layers import UNROLLED
+from nnx_pipeline.pipeline.stage._repeats import SEPARATE_REPEATS
 
 # An array is not moved once it is placed, so that there are holes between arrays: medians of the
 # programs that were looked at, as shares of their arrays. There are more where the operations of
@@ -100,14 +100,18 @@ def _inputs_of_a_visit(sizes: Sizes) -> list[Term]:
 
 
 def _gradients_of_a_visit(sizes: Sizes) -> list[Term]:
-    """The gradients of a layer, besides the accumulators; a scan stacks them for all its layers."""
+    """The gradients of a layer, besides the accumulators; of all layers of a stage where a scan
+    stacks them."""
     if not sizes.in_loop:
         return []
     layers, repeats = sizes.state.model.pipeline.layers, sizes.config.pipeline.num_repeats
     stored = sizes.itemsize * sizes.numbers(layers, sizes.layout)
     size = (sizes.gathered_bytes(layers) if sizes.gathers_first else stored) // repeats
     what = "as they are gathered" if sizes.gathers_first else "as they are sharded"
-    number = 1 if _written_out(sizes) else sizes.layers
+    # Of one visit they are the gradients of the step.
+    several = sizes.microbatches * repeats > 1
+    adds = several and repeats <= SEPARATE_REPEATS and not sizes.gathers_first
+    number = 1 if _written_out(sizes) or adds else sizes.layers
     formula = f"weights of {counted(number, 'layer')}, {what}, × bytes of dtype"
     return [term("gradients of one visit", size * number // sizes.layers, TOTALS, formula)]
 
@@ -168,4 +172,4 @@ def _no_arrays(sizes: Sizes, rows: list[Term], on_chip: int) -> list[Term]:
 
 def _written_out(sizes: Sizes) -> bool:
     """Whether a tick has the operations of each layer, instead of a loop over them."""
-    return sizes.in_loop and sizes.layers <= UNROLLED
+    return sizes.in_loop and sizes.layers <= sizes.config.pipeline.unrolled_layers

@@ -1,17 +1,14 @@
 """The floor of a training step: what any program for it must hold, and how long it must take."""
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.experiments._useful import bubble_share, flops_outside_layers, useful_flops
 from nnx_pipeline.experiments.bound._expected import expected
 from nnx_pipeline.experiments.bound._moments import moments
 from nnx_pipeline.experiments.bound._sizes import Sizes, bytes_of, on_mesh
 from nnx_pipeline.lab._timing.devices import Device, device_of
-from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab.attribution._floor import Floor, LeastTime, Term
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.mesh import MeshConfig
-
-HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+from nnx_pipeline.train._useful import bubble_share, flops_outside_layers, peak_of, useful_flops
 
 
 def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | None = None) -> Floor:
@@ -46,9 +43,15 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
 
 def _arguments(sizes: Sizes) -> tuple[Term, ...]:
     """What a step reads and gives back in place: state and batch, exact from their shardings."""
+    train = sizes.config.train
+    dtype = "param_dtype" if train.master_dtype is None else "master_dtype"
+    held = "2 moments" if train.master_dtype is None else "(2 moments + 1 copy)"
+    state = f"{held} × weights × bytes of {dtype}"
+    if train.accumulate_steps > 1:
+        state += ", and weights × 4 bytes of accumulated gradients"
     parts = (
         ("parameters", sizes.state.model, "weights, as they are sharded, × bytes of param_dtype"),
-        ("optimizer state", sizes.state.optimizer, "2 moments × weights × bytes of param_dtype"),
+        ("optimizer state", sizes.state.optimizer, state),
         ("batch", sizes.batch, "3 arrays (tokens, targets, weights) × tokens × 4 bytes"),
     )
     return tuple(
@@ -58,10 +61,8 @@ def _arguments(sizes: Sizes) -> tuple[Term, ...]:
 
 
 def _least_time(config: Config, mesh: MeshConfig, device: Device | None) -> LeastTime | None:
-    dtype = HLO_DTYPES[config.model.dtype]
-    rate = product_rate(device, ProductPrecision((dtype, dtype))) if device else None
-    # Quantized products may be faster than the peak of `dtype`, which then is no bound.
-    if rate is None or config.model.quantization:
+    rate = peak_of(config.model, device)
+    if rate is None:
         return None
     return LeastTime(
         useful_flops=useful_flops(config, mesh),

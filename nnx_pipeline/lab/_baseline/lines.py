@@ -104,7 +104,11 @@ def in_present_lines(
 
     def buffers(those: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
         return tuple(
-            dataclasses.replace(one, path=tuple(str(present(line)) for line in one.path))
+            dataclasses.replace(
+                one,
+                path=tuple(str(present(line)) for line in one.path),
+                into=present(one.into),
+            )
             for one in rows(those)
         )
 

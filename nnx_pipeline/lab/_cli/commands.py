@@ -73,7 +73,7 @@ def measure_command(
             *("name", "model", "assignments", "inputs", "arguments", "mesh", "dcn", "named"),
             *("gemm", "xla", "json_path"),
         )
-        from nnx_pipeline.lab._cli.across import run_across
+        from nnx_pipeline.lab._cli.other_process import run_across
 
         run_across(across, subject, target, written.json_path)
         return
@@ -174,7 +174,7 @@ def _compare_with_baseline(
         )
     subject = subject_of(next(iter(names), None), chosen, inputs, target.mesh, target.dcn)
     target = target.settled(on_mesh=subject.config is not None)
-    from nnx_pipeline.lab._cli.baseline import run_baseline
+    from nnx_pipeline.lab._cli.other_process import run_baseline
 
     run_baseline(subject, before, target, outputs)
 
@@ -289,7 +289,7 @@ def memory_command(
         shown.check(subject, target)
     platforms = target.settled(on_mesh=subject.config is not None).platforms()
     if shown.tries:
-        from nnx_pipeline.lab._cli.trying import run_tries
+        from nnx_pipeline.lab._cli.changing.trying import run_tries
 
         run_tries(subject, platforms[0], outputs, shown.top)
         return
@@ -367,12 +367,13 @@ def lint_command(
       cache-rebuilt
         a cache is copied into a new array in each step
       residuals-stacked
-        a scan stores much for its backward pass, and has
-        no jax.checkpoint
+        a scan stores much, and has no jax.checkpoint
       scores-stored
         attention scores of all queries with all keys
       logits-stored
         float32 logits of all tokens and the vocabulary
+      states-stored
+        states of all positions, of an associative scan
       dispatch-stored
         one-hot arrays of tokens, experts and capacity
       layers-gathered
@@ -396,14 +397,13 @@ def lint_command(
         an array is cast to a wider dtype whole, and a loop
         reads parts of it
       hidden-upcast
-        a large array is cast to float32 to match another
-        operand
+        a large array is cast to match another operand
       one-hot
         a one-hot array above --one-hot
       trivial-constraint
         a sharding constraint that shards no axis
 
-    What models do on purpose in small, residuals, scores, logits and dispatch, is reported from 32
+    What models do on purpose in small (whatever is stored or stacked) is reported from 32
     times --large and 5 % of the arguments, a cast before a loop from 32 times, and a captured
     constant from 4 times. Sizes are per device where the sharding is known without a compiler, else
     for all devices together. The parameters of your own function are the nnx.Params of its

@@ -26,7 +26,7 @@ MEASURING = (
     commands.platforms_command,
 )
 # In files of their own, which other commands need not import.
-APART = {"bisect": "bisecting", "explain": "explaining"}
+APART = {"bisect": "searching", "explain": "explaining", "fit": "searching"}
 
 
 class _Commands(click.Group):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nnx_pipeline.lab.compile.measure import Measurement, Progress
     from nnx_pipeline.lab.compile.platform import Platform
     from nnx_pipeline.lab.lint import Finding, Limits
+    from nnx_pipeline.lab.search.choices import Choice, Space
 
 GROUP = "nnx_pipeline.presets"
 
@@ -77,6 +78,12 @@ class Presets(Protocol):
 
     def lint_config(self, config: Any, mesh: MeshConfig, limits: Limits) -> list[Finding]:
         """Looks for wasted memory in one training step."""
+
+    def remat_space(self, config: Any, mesh: MeshConfig, *, offloads: bool) -> Space:
+        """What the backward pass can keep, compute again or, with `offloads`, keep on the host."""
+
+    def remat_settings(self, config: Any, space: Space, choice: Choice) -> list[str]:
+        """What `--set` takes for a choice, `key=value` each."""
 
 
 def is_file(name: str) -> bool:

@@ -1,16 +1,19 @@
 """What a command shows on standard error while it works."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 import rich.progress
+from rich.console import RenderableType
 from rich.table import Column
 from rich.text import Text
 
+from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab._files import say
-from nnx_pipeline.lab._report.output import Screen
+from nnx_pipeline.lab._report.output import Screen, as_text
 from nnx_pipeline.lab.errors import printable
 
 
@@ -37,6 +40,22 @@ def progress() -> Iterator[Callable[[str], None]]:
             yield lambda text: say(f"{_time(time.monotonic() - began)} {text}")
 
 
+@contextlib.contextmanager
+def shown_if_interrupted(
+    view: Callable[[], RenderableType], json_path: str | None
+) -> Iterator[Callable[[], None]]:
+    """A context whose table is printed if the command is interrupted, as it was drawn last; yields
+    the function that draws it. It goes to standard error where JSON goes to standard output."""
+    drawn, descriptor = "", 2 if json_path == "-" else 1
+
+    def draw() -> None:
+        nonlocal drawn  # another thread prints it, which may import nothing
+        drawn = f"{as_text(view())}\n"
+
+    with cleared_away(lambda: os.write(descriptor, drawn.encode())):
+        yield draw
+
+
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
 
 
@@ -48,12 +67,15 @@ class _Words(rich.progress.ProgressColumn):
 
     def render(self, task: rich.progress.Task) -> Text:
         shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
-        left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
-        return Text(f"{shown}{left}, {task.fields['text']}")
+        return Text(f"{shown}{_left(task.time_remaining or 0.0)}, {task.fields['text']}")
 
 
 def _count(done: int, total: int, seconds: float) -> str:
     return f"{done} of {total}, {_time(seconds)}"
+
+
+def _left(seconds: float) -> str:
+    return f", {_time(seconds)} left" if seconds else ""
 
 
 def _time(seconds: float) -> str:
@@ -76,11 +98,13 @@ def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..
 
 
 def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
-    began = said = time.monotonic()
+    began, first = time.monotonic(), done
+    said = began
 
     def tell(text: str) -> None:
-        count = _count(done, total, time.monotonic() - began)
-        say(f"{what}: {count}, {text}")
+        seconds = time.monotonic() - began
+        left = seconds * (total - done) / (done - first) if done > first else 0.0
+        say(f"{what}: {_count(done, total, seconds)}{_left(left)}, {text}")
 
     def advance(text: str, by: int = 1) -> None:
         nonlocal done, said

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,9 +31,15 @@ class GivenArguments:
     arguments: tuple[str, ...]
 
     def on(
-        self, config: MeshConfig | Axes, platform: Platform
+        self,
+        config: MeshConfig | Axes,
+        platform: Platform,
+        numbers: Mapping[str, int] = MappingProxyType({}),
     ) -> tuple[Mesh | None, tuple[Any, ...]]:
-        """The mesh over the devices of a platform, and the arguments, sharded as they say."""
+        """The mesh over the devices of a platform, and the arguments, sharded as they say.
+
+        `numbers` are what the function of `--inputs` is given by name.
+        """
         import jax
 
         from nnx_pipeline.lab.compile._arguments import arguments_of
@@ -43,7 +50,7 @@ class GivenArguments:
         mesh = mesh_on(config, platform.devices(needed))
         alone = dataclasses.replace(config, dcn=None)  # CPU devices are of one host
         inputs_mesh = mesh_on(alone, jax.devices("cpu")) if on_cpu else mesh
-        return mesh, arguments_of(self.inputs, self.arguments, inputs_mesh)
+        return mesh, arguments_of(self.inputs, self.arguments, inputs_mesh, numbers)
 
 
 inputs_options = bundled(
@@ -116,10 +123,16 @@ def is_function(name: str) -> bool:
 
 
 def subject_of(
-    name: str | None, chosen: Chosen, inputs: GivenArguments, mesh: str, dcn: str = ""
+    name: str | None,
+    chosen: Chosen,
+    inputs: GivenArguments,
+    mesh: str,
+    dcn: str = "",
+    is_whole: bool = True,
 ) -> Subject:
     """What to measure, by `name` or by `--model`, with the mesh of `--mesh` and `--dcn`; raises
-    InputError for options without use."""
+    InputError for options without use, and for a config that is not for the mesh unless a field of
+    it is still to come, so that it is not whole."""
     if (name is None) == (chosen.model is None):
         count = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
         raise InputError(f"give one thing to measure: {WHAT}; {count} given")
@@ -138,7 +151,8 @@ def subject_of(
         raise InputError(f"{named!r} is not {WHAT}; of the presets {nearest(named, known)}")
     mesh_config = MeshConfig.parse(mesh, dcn=dcn)
     config = offered.config_of(named, chosen.assignments, mesh_config)
-    offered.check(config, mesh_config)
+    if is_whole:
+        offered.check(config, mesh_config)
     return Subject(named, chosen.assignments, inputs, config, mesh_config)
 
 

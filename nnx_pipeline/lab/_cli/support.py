@@ -96,7 +96,7 @@ def compiler_errors(kind: type[Exception] = Failed) -> Iterator[None]:
     """
     try:
         yield
-    except (InputError, Failed, click.ClickException, KeyboardInterrupt, OSError):
+    except (InputError, Failed, Unavailable, click.ClickException, KeyboardInterrupt, OSError):
         raise
     except SystemExit as error:
         raise kind(f"the function exited: sys.exit({error.code!r})") from error

@@ -50,7 +50,11 @@ class Target:
         return "".join(self.named)
 
     def each(self) -> list[Self]:
-        """The target once for each platform that is named."""
+        """The target once for each platform that is named. Raises InputError for one that is named
+        twice."""
+        for at, name in enumerate(self.named):
+            if name in self.named[:at]:
+                raise InputError(f"--platform {name} is given twice; give each platform once")
         return [dataclasses.replace(self, named=(platform,)) for platform in self.named]
 
     def settled(self, *, on_mesh: bool = True) -> Self:

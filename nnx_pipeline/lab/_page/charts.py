@@ -12,6 +12,7 @@ from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, megabytes, role_
 from nnx_pipeline.lab.attribution._result import Attribution
 
 WIDTH, HEIGHT = 1000, 1000  # of a drawing in SVG units, before it is stretched
+SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
 
 
 class DrawnArm(NamedTuple):
@@ -54,7 +55,8 @@ def _bar(arm: DrawnArm, order: Sequence[str], largest: int) -> Markup:
                 element("g", element("title", words), element("rect", y=0, height=30, **piece))
             )
         at += width
-    said = ", ".join(f"{role} {megabytes(sizes[role])} MB" for role in order if sizes.get(role))
+    seen = [role for role in order if sizes.get(role, 0) >= SMALLEST]
+    said = ", ".join(f"{role} {megabytes(sizes[role])} MB" for role in seen)
     return element(
         "div",
         element(

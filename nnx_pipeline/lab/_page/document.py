@@ -76,6 +76,14 @@ def sweep_page(title: str, sweep: Sweep, *, command: str = "") -> str:
     return _page(title, notes, command, MEMORY | TIME, sweep_sections(sweep))
 
 
+def frontier_page(
+    title: str, sections: Sequence[Markup], measured: Sequence[Measurement], *, command: str = ""
+) -> str:
+    """Programs by memory and time; the sections are those of `frontier_sections`."""
+    notes = closing_remarks(measured, hint=False)
+    return _page(title, notes, command, MEMORY | TIME, fragment(list(sections)))
+
+
 def _page(
     title: str, notes: Sequence[Remark], command: str, words: Mapping[str, str], body: Markup
 ) -> str:

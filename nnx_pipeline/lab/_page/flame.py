@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nnx_pipeline.lab._files import ink_on
-from nnx_pipeline.lab._page.charts import DrawnArm
+from nnx_pipeline.lab._page.charts import SMALLEST, DrawnArm
 from nnx_pipeline.lab._page.markup import Markup, element
 from nnx_pipeline.lab._report.view.buffers import short_source
 from nnx_pipeline.lab._report.view.figures import ROLE_COLOURS, megabytes
 from nnx_pipeline.lab.attribution._result import Attribution, Buffer, Call
 
 _SMALLEST = 0.002  # of the whole width; smaller calls are not drawn
-_SMALLEST_CHANGE = 0.05e6  # bytes, as in the tables: anything less is shown as 0.0 MB
 
 
 @dataclass(eq=False)
@@ -144,7 +143,7 @@ def _frame(
     css = "buffer" if node.role else None
     if is_difference:
         said, sizes = _change_in_words(node), f"{_signed(node)} "
-        if abs(node.change) >= _SMALLEST_CHANGE:
+        if abs(node.change) >= SMALLEST:
             css = "grows" if node.change > 0 else "shrinks"
     else:
         share = node.bytes[0] / (total.bytes[0] or 1)
@@ -169,12 +168,12 @@ def _frame(
 
 def _signed(node: _Node) -> str:
     words = f"{node.change / 1e6:+,.1f}".replace("-", "−")
-    return "0.0" if abs(node.change) < _SMALLEST_CHANGE else words
+    return "0.0" if abs(node.change) < SMALLEST else words
 
 
 def _change_in_words(node: _Node) -> str:
     before, after = map(megabytes, node.bytes)
-    if abs(node.change) < _SMALLEST_CHANGE:
+    if abs(node.change) < SMALLEST:
         return f"{before} → {after} MB, the same"
     more = "more" if node.change > 0 else "less"
     return f"{before} → {after} MB, {_signed(node)} MB, {more}"

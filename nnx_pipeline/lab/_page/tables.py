@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
+from nnx_pipeline.lab._page.charts import SMALLEST, DrawnArm, roles_of
 from nnx_pipeline.lab._page.markup import Content, Markup, element, fragment
 from nnx_pipeline.lab._report.view import figures, floor
 from nnx_pipeline.lab._report.view.buffers import BufferRow, difference_row
@@ -12,8 +12,6 @@ from nnx_pipeline.lab._report.view.figures import DASH, megabytes
 from nnx_pipeline.lab.attribution._result import BufferDifference
 from nnx_pipeline.lab.attribution.account import ROWS
 from nnx_pipeline.lab.compile.measure import Measurement
-
-_SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
 
 
 class LabelledProgram(NamedTuple):
@@ -66,7 +64,7 @@ def roles_table(arms: Sequence[DrawnArm]) -> Markup:
     sizes = [arm.attribution.by_role() for arm in arms]
     rows = []
     for role in roles_of(arms):
-        if all(of_arm.get(role, 0) < _SMALLEST for of_arm in sizes):
+        if all(of_arm.get(role, 0) < SMALLEST for of_arm in sizes):
             continue  # its row would say 0.0 everywhere
         row = [_named(role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
         if len(arms) == 2:

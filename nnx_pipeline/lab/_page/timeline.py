@@ -8,7 +8,15 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nnx_pipeline.lab._page.charts import HEIGHT, WIDTH, Axis, DrawnArm, axis_from_zero, plot
+from nnx_pipeline.lab._page.charts import (
+    HEIGHT,
+    SMALLEST,
+    WIDTH,
+    Axis,
+    DrawnArm,
+    axis_from_zero,
+    plot,
+)
 from nnx_pipeline.lab._page.markup import Content, Markup, element, fragment
 from nnx_pipeline.lab._page.tables import table, what
 from nnx_pipeline.lab._report.view.buffers import BufferRow, buffer_rows
@@ -47,13 +55,14 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup | None:
     y = axis_from_zero(max([highest, *rooms]) / 1e6)
     roles = list(role_totals([_of_roles(line.history) for line in lines]))
     shown = [_panel(line, [one for one in lines if one is not line], roles, y) for line in lines]
+    named = [element("span", _swatch(role), role) for role in roles if role in _seen(lines)]
     ends = element("span", "first instruction"), element("span", "last")
     return element(
         "figure",
         element("figcaption", "What lives in the heap over the program’s schedule, MB"),
         shown,
         element("div", ends, class_="x-ends"),
-        element("p", [element("span", _swatch(role), role) for role in roles], class_="roles"),
+        element("p", named, class_="roles"),
         _cursor(lines),
         _table(lines),
         element("p", "The heap is larger by its fragmentation.", class_="quiet"),
@@ -64,6 +73,18 @@ def timeline(arms: Sequence[DrawnArm]) -> Markup | None:
 def _of_roles(history: History) -> dict[str, int]:
     """The bytes of each role, summed over the positions."""
     return dict(zip(history.roles, map(sum, zip(*history.bytes, strict=True)), strict=True))
+
+
+def _seen(lines: Sequence[_Line]) -> set[str]:
+    """The roles that are drawn with more than a thin line at some position."""
+    return {
+        role
+        for line in lines
+        for role, sizes in zip(
+            line.history.roles, zip(*line.history.bytes, strict=True), strict=True
+        )
+        if max(sizes) >= SMALLEST
+    }
 
 
 def _panel(line: _Line, others: Sequence[_Line], roles: Sequence[str], y: Axis) -> Markup:

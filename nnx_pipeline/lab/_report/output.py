@@ -55,19 +55,19 @@ def emit_json(path: str | None, value: object) -> None:
     if path is None:
         return
     # In ASCII, so that names keep every character, and no terminal and no encoding has a say.
-    text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    text = json.dumps(finite(value), indent=2, allow_nan=False)
     if path == "-":
         write_output(text)
     else:
         write_text(path, f"{text}\n")
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """The value with None for each NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -24,7 +24,11 @@ _COLUMNS = (
     Column("tokens/s", 2, is_number=True),
     Column("MFU", 4, is_number=True),
 )
-_WITHOUT = {"time": "not known for", "time_bound": "at least, for", "time_rule": "by a rule for"}
+_WITHOUT = {
+    "time": "not known for",
+    "time_bound": "with the least that it takes, for",
+    "time_rule": "by a rule for",
+}
 _FITS = {True: "no", False: "yes", None: DASH}
 
 

@@ -152,8 +152,8 @@ def times_view(measurement: Measurement, *, top: int) -> RenderableType:
 def lines_table(time: Time, *, top: int) -> Columns:
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
     heads = [*number_columns("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
-    least = "at least, " * time.counts_least
-    table = Columns(heads, title=f"where the estimated compute goes, {least}ms")
+    title = f"where the estimated compute goes, {figures.sign(time)}ms"
+    table = Columns(heads, title=title)
     ordered = rows_by_line(time)
     for rows in ordered[:top]:
         table.add_row(*_cells(rows), short_line(rows[0]))

@@ -67,12 +67,16 @@ def _figures(measured: Measurement) -> list[str]:
     ]
 
 
-def trials_remarks(trials: Trials) -> list[Remark]:
-    """What to write for each change that gains, why others failed, and what was not tried."""
-    return [*_lines(trials), *(Remark(f"not tried: {why}") for why in trials.left_out)]
+def trials_remarks(trials: Trials, *, gains: bool = False) -> list[Remark]:
+    """What to write for each change that gains, why others failed, and what was not tried.
+
+    - `gains`: whether the lines have the gains, where no table shows them.
+    """
+    untried = (Remark(f"not tried: {why}") for why in trials.left_out)
+    return [*_lines(trials, gains=gains), *untried]
 
 
-def _lines(trials: Trials) -> Iterator[Remark]:
+def _lines(trials: Trials, *, gains: bool) -> Iterator[Remark]:
     for trial in trials.by_gain():
         name, gain = trial.change.name, trials.gain(trial)
         if gain is None:
@@ -81,4 +85,5 @@ def _lines(trials: Trials) -> Iterator[Remark]:
             yield Remark(f"{name}: the same program")
         elif gain > 0:
             assumed = f"; only with {trial.change.assumes}" if trial.change.assumes else ""
-            yield Remark(f"{name} → {trial.change.cure}{assumed}", "strong")
+            less = f": {megabytes(gain)} MB less" if gains else ""
+            yield Remark(f"{name}{less} → {trial.change.cure}{assumed}", "strong")

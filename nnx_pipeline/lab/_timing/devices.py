@@ -50,5 +50,24 @@ DEVICES = {
 }
 
 
+# What JAX calls the devices, where that says which one it is: `NVIDIA H100 PCIe` is another.
+_SEEN_AS = {
+    "TPU v5": ("tpu", "v5p"),
+    "TPU v5 lite": ("tpu", "v5e"),
+    "TPU v6 lite": ("tpu", "v6e"),
+    "TPU7x": ("tpu", "tpu7x"),
+    "NVIDIA A100-SXM4-40GB": ("cuda", "a100-40gb"),
+    "NVIDIA A100-SXM4-80GB": ("cuda", "a100-80gb"),
+    "NVIDIA H100 80GB HBM3": ("cuda", "h100"),
+    "NVIDIA H200": ("cuda", "h200"),
+    "NVIDIA B200": ("cuda", "b200"),
+}
+
+
 def device_of(kind: str, target: str) -> Device | None:
     return DEVICES.get((kind, target))
+
+
+def device_seen_as(name: str) -> Device | None:
+    """The device of a `jax.Device.device_kind`; None where that names none of the table."""
+    return DEVICES.get(_SEEN_AS.get(name, ("", "")))

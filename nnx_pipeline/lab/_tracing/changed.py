@@ -66,11 +66,26 @@ def _with_body(
 
 def _line() -> str:
     """The line of the user's code that is being traced."""
-    walked: Iterator[tuple[Any, int]] = traceback.walk_stack(None)
+    # From a frame, because Pythons differ in how many `walk_stack(None)` skips here.
+    walked: Iterator[tuple[Any, int]] = traceback.walk_stack(inspect.currentframe())
     frames = [(f.f_code.co_filename, at, f.f_code.co_qualname) for f, at in walked]
     stack = in_program([frame for frame in frames if frame[0] != __file__])
     own = [frame for frame in stack if not package_of(frame[0])] or stack
     return f"{own[0][0]}:{own[0][1]}" if own else "an unknown line"
+
+
+def within(line: str, body: Function, inside: list[str]) -> Function:
+    """A body of a loop, whose line is the last of `inside` while it is traced."""
+
+    @functools.wraps(body)
+    def traced(*arguments: Any, **keywords: Any) -> Any:
+        inside.append(line)
+        try:
+            return body(*arguments, **keywords)
+        finally:
+            inside.pop()
+
+    return traced
 
 
 def checkpointed(body: Function, policy: Policy = None) -> Function:
@@ -82,13 +97,14 @@ def checkpointed(body: Function, policy: Policy = None) -> Function:
 
 
 @contextlib.contextmanager
-def replaced_policies(policy_of: Callable[[Policy], Policy]) -> Iterator[None]:
+def replaced_policies(policy_of: Callable[[str, Policy], Policy]) -> Iterator[None]:
     """A context in which each `jax.checkpoint` has the policy that `policy_of` returns, which is
-    given that of the function, also where this was decorated before."""
+    given the line of the call and the policy of the function, also where this was decorated
+    before."""
     bind: Function = remat_p.bind
 
     def changed(*arguments: Any, policy: Policy, **parameters: Any) -> Any:
-        chosen = policy if isinstance(policy, OwnPolicy) else policy_of(policy)
+        chosen = policy if isinstance(policy, OwnPolicy) else policy_of(_line(), policy)
         return bind(*arguments, policy=chosen, **parameters)
 
     with mock.patch.object(remat_p, "bind", changed):

@@ -1,18 +1,27 @@
-"""The arrays that `jax.lax.with_sharding_constraint` places in a traced program."""
+"""What a traced program says of lines that a compiler may lose.
+
+That are arrays that `jax.lax.with_sharding_constraint` places, and casts. Where an operation only
+moves the numbers that a cast makes, compilers move first and cast then, and give the cast the name
+and the line of the move.
+"""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab._tracing.jaxpr import Location, inner_jaxprs, location_of
+from nnx_pipeline.lab._tracing.visits import each_once
 
 Atom = Var | Literal  # what an equation reads
 
 _CONSTRAINT = "sharding_constraint"
+_CAST = "convert_element_type"
+_MOVES = ("broadcast_in_dim", "copy", "reshape", "rev", "squeeze", "transpose")
 _CALLS = (
     *("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"),
     *("jit", "pjit", "remat2"),
@@ -194,3 +203,45 @@ def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
         counts.append(math.prod(sizes[name] for name in axes if isinstance(name, str)))
     whole = [1] * (len(shape) - len(counts))
     return tuple(-(-size // count) for size, count in zip(shape, counts + whole, strict=True))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A cast, and an operation that moves its result.
+
+    - `at`, `moved`: their lines.
+    - `operation`: the name of the operation.
+    - `bits`, `old_bits`: of the numbers, after the cast and before it.
+    """
+
+    at: Location
+    moved: Location
+    operation: str
+    bits: int
+    old_bits: int
+
+
+def casts_of(program: ClosedJaxpr) -> tuple[Cast, ...]:
+    """Each cast with each operation that moves its result in the same jaxpr."""
+    found: list[Cast] = []
+    pending = [program.jaxpr]
+    calls: dict[Jaxpr, tuple[JaxprEqn, ...]] = {program.jaxpr: ()}
+    for jaxpr in each_once(pending):
+        around = calls[jaxpr]
+        casts: dict[Any, JaxprEqn] = {}  # by the variables that hold their numbers
+        for equation in jaxpr.eqns:
+            for inner in inner_jaxprs(equation):
+                pending.append(inner)
+                calls.setdefault(inner, (equation, *around))
+            name, operand = equation.primitive.name, next(iter(equation.invars), None)
+            if name == _CAST and not isinstance(operand, Literal):
+                casts[equation.outvars[0]] = equation
+            elif name in _MOVES and not isinstance(operand, Literal) and operand in casts:
+                cast = casts[equation.outvars[0]] = casts[operand]
+                at, moved = (location_of((one, *around)) for one in (cast, equation))
+                found.append(Cast(at, moved, name, *map(_bits, (cast.outvars[0], cast.invars[0]))))
+    return tuple(dict.fromkeys(found))
+
+
+def _bits(variable: Any) -> int:
+    return 8 * int(getattr(variable.aval.dtype, "itemsize", 0))

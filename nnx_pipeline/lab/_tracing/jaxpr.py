@@ -66,6 +66,11 @@ def function_of(equation: JaxprEqn) -> tuple[str, str]:
     return (own[-1].filename, own[-1].name) if own else ("", "")
 
 
+def is_made_in_jax_by(equation: JaxprEqn, name: str) -> bool:
+    """Whether a function of JAX of this name made an equation, perhaps through a callback."""
+    return any(frame.name == name and _is_in(frame, _JAX) for frame in _frames(equation))
+
+
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation calls, loops over or reduces with."""
     for parameter in equation.params.values():

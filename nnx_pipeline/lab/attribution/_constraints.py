@@ -1,7 +1,8 @@
 """Names the collectives that a sharding constraint forces by the line of the constraint.
 
 The partitioner gives them the name and line of the operation that has to give what the constraint
-asks for, or of the one before, which the traced program tells (`_tracing.constraints`). Of an
+asks for, or of the one before, which the traced program tells (`_tracing.constraints`). A cast gets
+its own line in the same way, in the place of that of the operation that moves its numbers. Of an
 elementwise operation with one operand they move that or the result, of others the result: these may
 need their operands elsewhere for themselves. A collective that adds is the operation's own.
 """
@@ -15,11 +16,13 @@ from collections.abc import Iterable, Sequence
 
 from nnx_pipeline.lab._hlo.dataflow import Flow, collective
 from nnx_pipeline.lab._hlo.module import Instruction, Module, Shape
-from nnx_pipeline.lab._tracing.constraints import Constraint
+from nnx_pipeline.lab._tracing.constraints import Cast, Constraint
 from nnx_pipeline.lab._tracing.installed import Frame
 from nnx_pipeline.lab._tracing.jaxpr import Location
 from nnx_pipeline.lab.attribution._origins import source_of
 
+# The line and the name of what moves the numbers of a cast, and their bits after and before it.
+_Key = tuple[str | None, str, int, int]
 _ADDING = (None, "all-reduce", "reduce-scatter")
 
 
@@ -50,12 +53,12 @@ def at_constraints(
             one.certain and (own or one.operands == 1) for one in candidates
         )
         if certain:
-            lines[instruction.name] = _frames([one.at for one in candidates])
+            lines[instruction.name] = frames_of([one.at for one in candidates])
         for shape in instruction.shapes:
             whole = [one for one in candidates if _is_whole(shape, one)]
             if whole and not instruction.opcode.endswith("-done"):
                 notes[_note(whole, maker.shapes[0], shape, certain=certain)] = None
-    return _renamed(module, lines), tuple(notes)
+    return renamed(module, lines), tuple(notes)
 
 
 def _candidates(
@@ -103,7 +106,7 @@ def _note(constraints: Sequence[Constraint], part: Shape, whole: Shape, *, certa
     )
 
 
-def _frames(lines: Sequence[Location]) -> tuple[Frame, ...]:
+def frames_of(lines: Sequence[Location]) -> tuple[Frame, ...]:
     at, callers = lines[0], {line.caller for line in lines}
     around = re.fullmatch(r"(.+):(\d+) \((.+)\)", at.caller) if len(callers) == 1 else None
     outer = ((around[1], int(around[2]), around[3]),) if around else ()
@@ -118,7 +121,7 @@ def _text(shape: Shape) -> str:
     return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
-def _renamed(module: Module, lines: dict[str, tuple[Frame, ...]]) -> Module:
+def renamed(module: Module, lines: dict[str, tuple[Frame, ...]]) -> Module:
     if not lines:
         return module
     computations = {}
@@ -129,3 +132,28 @@ def _renamed(module: Module, lines: dict[str, tuple[Frame, ...]]) -> Module:
         }
         computations[name] = dataclasses.replace(computation, instructions=instructions)
     return dataclasses.replace(module, computations=computations)
+
+
+def at_casts(module: Module, casts: Iterable[Cast]) -> Module:
+    """The module with the lines of casts in the place of those of what moves the result, where the
+    traced program has one such line."""
+    known: dict[_Key, set[Location]] = defaultdict(set)
+    for cast in casts:
+        place = f"{cast.moved.file}:{cast.moved.line}"
+        known[place, cast.operation, cast.bits, cast.old_bits].add(cast.at)
+    if not known:
+        return module
+    lines: dict[str, tuple[Frame, ...]] = {}
+    for computation, instruction in module.instructions():
+        if instruction.opcode != "convert":
+            continue
+        operand = computation.instructions[instruction.operands[0]]
+        found = known.get(_key(instruction, operand), set())
+        if len(found) == 1:
+            lines[instruction.name] = frames_of([*found])
+    return renamed(module, lines)
+
+
+def _key(cast: Instruction, operand: Instruction) -> _Key:
+    operation = cast.op_name.rpartition("/")[2]
+    return source_of(cast), operation, cast.shapes[0].bits, operand.shapes[0].bits

@@ -16,6 +16,10 @@ line are not an instruction's own: that of the loop in which it runs (the slicin
 argument or a buffer not yet written to, takes the line of the first instruction that reads it.
 
 3. The value's own line, whatever it is, or else that of the loop.
+
+Where a value is copied into a larger array, the line that makes this array says what the value is
+for: forwards, through what passes it on, converts it or writes a part of it in place, to the
+nearest concatenation, padding or update that it is put into.
 """
 
 import re
@@ -25,13 +29,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from nnx_pipeline.lab._hlo.dataflow import Flow, Value
+from nnx_pipeline.lab._hlo.dataflow import MOVES, Flow, Value
 from nnx_pipeline.lab._hlo.module import Instruction
 from nnx_pipeline.lab._tracing.installed import Frame
 
 MOST_STEPS = 4000  # of a search in one direction; after that, the next rule applies
 
 _HELPERS = str(Path(__file__).parents[2] / "sharding" / "layout.py")
+_KEPT_WHOLE = {"bitcast-convert", "convert", "dynamic-update-slice", "reshape", "transpose"}
+# What a program puts arrays into a larger one by; compilers also pad the operands of products.
+_PUTS = ("concatenate", "dynamic_update_slice", "pad", "scatter", "stack")
 _JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
 # The line of these is that of a whole loop or call, or says nothing about the values they pass on.
 _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
@@ -60,6 +67,10 @@ def _stack_of(instruction: Instruction) -> tuple[Frame, ...]:
     frames = instruction.frames
     helpers = (at for at, frame in enumerate(frames) if frame[0] != _HELPERS)
     return frames[next(helpers, 0) :]
+
+
+def _is_update(reader: Instruction, value: Value) -> bool:
+    return reader.opcode == "dynamic-update-slice" and value[0] == reader.operands[1]
 
 
 def _inner_jits(instruction: Instruction) -> list[str]:
@@ -134,6 +145,28 @@ class Origins:
         # A loop in a loop has the frames around it twice.
         return tuple(dict.fromkeys(frames or _stack_of(speaker)[:1]))
 
+    def into(self, value: Value) -> str | None:
+        """The line of the larger array that a value is copied into, None where it is into none."""
+        # With whether it is in the larger array already, which may be made of many updates.
+        pending, reached = deque([(value, False)]), {value}
+        while pending and len(reached) < MOST_STEPS:
+            here, is_part = pending.popleft()
+            for reader, passed_on in self.flow.readers(here):
+                puts = reader.opcode in ("concatenate", "pad") or _is_update(reader, here)
+                is_kept = puts or reader.opcode in _KEPT_WHOLE
+                if (puts or is_part) and is_kept and self._puts_on_purpose(reader):
+                    return source_of(reader)
+                following = passed_on or (reader.name, ())
+                is_passed = is_kept or reader.opcode in (*MOVES, "fusion", "parameter")
+                if is_passed and following not in reached:
+                    reached.add(following)
+                    pending.append((following, is_part or puts))
+        return None
+
+    def _puts_on_purpose(self, instruction: Instruction) -> bool:
+        operation = instruction.op_name.rpartition("/")[2]
+        return operation in _PUTS and self.has_own_line(instruction)
+
     def of_work(self, instruction: Instruction) -> tuple[str | None, str | None]:
         """The line of an instruction and its caller; of one without a line that of its value."""
         if self._is_of_its_line(instruction):
@@ -163,8 +196,8 @@ class Origins:
     def has_own_line(self, instruction: Instruction) -> bool:
         if not self._is_of_its_line(instruction) or instruction.opcode in _CARRIERS:
             return False
-        if instruction.op_name.endswith("/while"):
-            return False  # a copy that was made for a loop, under the loop's name
+        if instruction.op_name.endswith(("/while", "/shard_map")):
+            return False  # a copy that was made for a loop or a call, under its name
         loop = self.flow.loop_of(instruction.name)
         return loop is None or source_of(loop) != source_of(instruction)
 

@@ -165,6 +165,8 @@ class _Reader:
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
         index = ",".join(map(str, placed.index))
         stack = self.origins.stack_of(origin)
+        lines = [f"{file}:{line}" for file, line, _ in stack]
+        into = self.origins.into(value)
         return Buffer(
             name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
             bytes=size,
@@ -176,7 +178,8 @@ class _Reader:
             first=placed.first,
             last=placed.last,
             call=self.calls.of(stack),
-            path=tuple(f"{file}:{line}" for file, line, _ in stack[1 : 1 + _CALLERS]),
+            path=tuple(lines[1 : 1 + _CALLERS]),
+            into=None if into in (origin.source, *lines) else into,
         )
 
 

@@ -42,6 +42,7 @@ class Buffer:
     caller: str | None = None  # of the function of that line; None unless there are several
     call: int | None = None  # of that line, in `Attribution.calls`
     path: tuple[str, ...] = ()  # the lines from which that line was called, the nearest first
+    into: str | None = None  # the line of the larger array that it is copied into, another one
 
 
 @dataclass(frozen=True, kw_only=True)

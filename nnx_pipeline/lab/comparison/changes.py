@@ -26,7 +26,8 @@ _POLICIES = {
     "dots kept": _DOTS,
     "all dots kept": "dots_saveable",
 }
-_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
+# How a policy says that values go to the memory of the host.
+HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
 # XLA computes again what would take more than this share of the device, a whole number of percent:
 # here half of what the program needs.
 _REMATERIALIZATION = "xla_jf_rematerialization_percent_shared_memory_limit"
@@ -68,7 +69,7 @@ class Change:
             if self.loops:
                 changes.enter_context(changed.replaced_bodies(self._body_of))
             if self.policy:
-                changes.enter_context(changed.replaced_policies(lambda _: self.policy))
+                changes.enter_context(changed.replaced_policies(lambda *_: self.policy))
             yield
 
     def _body_of(self, line: str, body: changed.Function) -> changed.Function:
@@ -103,20 +104,32 @@ def together(changes: Sequence[Change]) -> Change:
 
 @dataclass
 class Watched:
-    """What a function calls while it is traced: the lines of its loops, and its policies."""
+    """What a function calls while it is traced.
+
+    - `lines`: those of its loops.
+    - `checkpointed`: those of them whose bodies call `jax.checkpoint`.
+    - `policies`, `checkpoints`: of each `jax.checkpoint` the policy, and the line of the call.
+    """
 
     lines: dict[str, None] = field(default_factory=dict)
+    checkpointed: set[str] = field(default_factory=set)
     policies: list[Policy] = field(default_factory=list)
+    checkpoints: dict[str, None] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        inside: list[str] = []
+
         def body_of(line: str, body: changed.Function) -> changed.Function:
             self.lines[line] = None
-            return body
+            return changed.within(line, body, inside)
 
-        def policy_of(policy: Policy) -> Policy:
+        def policy_of(line: str, policy: Policy) -> Policy:
             self.policies.append(policy)
-            return policy
+            self.checkpoints[line] = None
+            self.checkpointed.update(inside)
+            # So that its derivatives, which bind it again elsewhere, are not seen as further calls.
+            return changed.OwnPolicy(policy or jax.checkpoint_policies.nothing_saveable)
 
         with changed.replaced_bodies(body_of), changed.replaced_policies(policy_of):
             yield
@@ -165,16 +178,14 @@ def _policies(names: Sequence[str]) -> dict[str, tuple[str, Any]]:
     """The policies to try by a short name, each as it is written."""
     known = jax.checkpoint_policies
     found = {short: (name, getattr(known, name)) for short, name in _POLICIES.items()}
-    host = ", ".join(f'{key}="{value}"' for key, value in _HOST.items())
+    host = ", ".join(f'{key}="{value}"' for key, value in HOST.items())
     if not names:
         offload = "offload_dot_with_no_batch_dims"
-        return found | {
-            "dots on the host": (f"{offload}({host})", getattr(known, offload)(**_HOST))
-        }
+        return found | {"dots on the host": (f"{offload}({host})", getattr(known, offload)(**HOST))}
     words = ", ".join(f'"{name}"' for name in names)
     both = "names_which_can_be_saved=[], names_which_can_be_offloaded="
     of_host = known.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[*names], **_HOST
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[*names], **HOST
     )
     return found | {
         "names kept": (f"save_only_these_names({words})", known.save_only_these_names(*names)),

@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nnx_pipeline.lab.errors import InputError, nearest
+from nnx_pipeline.lab.errors import BYTES, InputError, nearest
 
 if TYPE_CHECKING:
     from nnx_pipeline.lab.comparison.outcome import Outcome
     from nnx_pipeline.lab.compile.measure import Measurement
 
 FIGURES = ("account", "heap", "temp", "peak", "step")
-_UNITS = {
-    **{"B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
-    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
-}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _VALUE = re.compile(r"\+?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%|[a-zA-Zµ]+)")
 
@@ -95,7 +91,7 @@ def parse_limit(option: str, text: str) -> Limit:
     """The limit that a text such as `heap=24MB` is; raises InputError."""
     named, equals, written = text.rpartition("=")
     figure = named.strip() if equals else ""
-    units = {**_UNITS, **_SECONDS}
+    units = {**BYTES, **_SECONDS}
     match = _VALUE.fullmatch(written.strip())
     unit = match[2] if match else ""
     if match is None or (unit != "%" and unit not in units) or not math.isfinite(float(match[1])):

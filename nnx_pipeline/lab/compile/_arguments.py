@@ -5,7 +5,8 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -37,11 +38,14 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def arguments_of(
-    inputs: str | None, arguments: Sequence[str], mesh: Mesh | None
+    inputs: str | None,
+    arguments: Sequence[str],
+    mesh: Mesh | None,
+    numbers: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[object, ...]:
     """The arguments of a call, `Keywords` last: each written as a text, or returned by `inputs`
-    (`module:function`), called under the mesh: a tuple of pytrees, a dict of keyword arguments, or
-    a tuple and a dict. Raises InputError if both are given."""
+    (`module:function`), called with `numbers` under the mesh: a tuple of pytrees, a dict of keyword
+    arguments, or a tuple and a dict. Raises InputError if both are given."""
     if inputs is None:
         given = _written(arguments, mesh)
     elif arguments:
@@ -49,7 +53,7 @@ def arguments_of(
     else:
         make = find_function(inputs)
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-            given = _returned(inputs, make())
+            given = _returned(inputs, make(**numbers))
     check_sizes(given)
     return given
 

@@ -30,7 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import BYTES, InputError
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _ELSEWHERE = re.compile(r", color [1-9]")  # of another memory; colour 0 is not printed
@@ -38,6 +38,7 @@ ASSIGNMENT = "-buffer-assignment.txt"
 # With these words the TPU compiler refuses what does not fit, when it has placed every buffer. Of
 # its on-chip memory it says the same with another name, and then a kernel is at fault.
 _TOO_LARGE = re.compile(r"Ran out of memory (on HBM|in memory space hbm).*?(?=\.\s|\.?$)", re.S)
+_USED = re.compile(r"(?:[Uu]sed |HLO temporaries \()(\d+\.?\d*)([KMGT])")
 
 # What the compilers say of a setting before they do anything (JAX 0.10 to 0.12).
 _UNKNOWN = re.compile(r"No such compile option: '(?P<name>.*?)'")
@@ -59,6 +60,23 @@ class TooLarge:
         said = " ".join(str(self.error).split())
         found = _TOO_LARGE.search(said)
         return found.group() if found else said
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Whether a compiler refuses a program because it does not fit on a device."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_TOO_LARGE.search(str(error)))
+
+
+def bytes_needed(error: BaseException) -> int | None:
+    """What such a program needs, as far as the compiler says: `Used 19.32G of 15.48G hbm`."""
+    found = _USED.search(str(error)) if is_too_large(error) else None
+    return round(float(found[1]) * BYTES[f"{found[2]}iB"]) if found else None
+
+
+def own_options(lowered: jax.stages.Lowered) -> str:
+    """The compiler options of the function's own `jax.jit`, which are not in a program's text."""
+    # JAX has no public name for them, and adds them when it compiles.
+    return repr(lowered._lowering._compiler_options_kvs)  # type: ignore[attr-defined]
 
 
 def compile_with_dump(
@@ -83,7 +101,7 @@ def compile_with_dump(
             compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
         except jax.errors.JaxRuntimeError as error:
             hlo, text = _main_module(Path(folder))
-            if not _TOO_LARGE.search(str(error)) or not hlo or not text:
+            if not is_too_large(error) or not hlo or not text:
                 raise
             return TooLarge(hlo, error), text
         return compiled, _main_module(Path(folder))[1]

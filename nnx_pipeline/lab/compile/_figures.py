@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from nnx_pipeline.lab._hlo import cost
 from nnx_pipeline.lab._hlo.buffers import BufferText, has_allocations, read_buffers
@@ -16,8 +17,9 @@ from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab._timing.estimate import Estimate
 from nnx_pipeline.lab._timing.links import Links
 from nnx_pipeline.lab._timing.result import Time
-from nnx_pipeline.lab._tracing.constraints import Constraint
-from nnx_pipeline.lab.attribution._constraints import at_constraints
+from nnx_pipeline.lab._tracing.constraints import Cast, Constraint, casts_of, constraints_of
+from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
+from nnx_pipeline.lab.attribution._constraints import at_casts, at_constraints
 from nnx_pipeline.lab.attribution._peak import attribute
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Assigned, assigned
@@ -38,13 +40,24 @@ class ProgramFigures:
     notes: tuple[str, ...] = ()  # on what counts beyond what runs, and on constraints
 
 
+class TracedLines(NamedTuple):
+    """What the traced program tells of lines that the compiled one does not have."""
+
+    one_line: frozenset[str] = frozenset()  # `called_from_one_line`
+    constraints: tuple[Constraint, ...] = ()
+    casts: tuple[Cast, ...] = ()
+
+    @classmethod
+    def of(cls, program: ClosedJaxpr) -> "TracedLines":
+        return cls(called_from_one_line(program), constraints_of(program), casts_of(program))
+
+
 def read_program(
     text: str,
     buffers: str | None,
     temp_bytes: int | None,
-    one_line: frozenset[str] = frozenset(),
+    lines: TracedLines = TracedLines(),
     links: Links | None = None,
-    constraints: tuple[Constraint, ...] = (),
 ) -> ProgramFigures:
     """Reads every figure that the text of a program and its buffer assignment give; the time where
     `links` are known. A text that cannot be read gives none, and an entry of `unread` names the
@@ -58,11 +71,11 @@ def read_program(
         why = _text("the program", error, "flops", "collectives", "buffers", "time")
         unread = (why, *unreadable)
         return ProgramFigures(collectives=nothing, assigned=outside_heap, unread=unread)
-    module, whole = at_constraints(module, constraints)
+    module, whole = at_constraints(at_casts(module, lines.casts), lines.constraints)
     shares = branch_shares(module)
     runs = executions(module, shares)
     products = cost.products_of(module, runs)
-    estimate = Estimate(module, runs, links, shares, one_line) if links else None
+    estimate = Estimate(module, runs, links, shares, lines.one_line) if links else None
     found = [
         *products.unknown,
         *cost.uncounted_transfers(module, runs),
@@ -78,7 +91,7 @@ def read_program(
         flops=None if products.unknown else products.known,
         known_flops=products.known,
         collectives=cost.collective_counts(module, runs),
-        attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
+        attribution=attribute(placed, module, temp_bytes, lines.one_line) if placed else None,
         assigned=outside_heap,
         time=estimate.time if estimate else None,
         unread=(*cost.merged(found), *by_rule, *unreadable),

@@ -1,11 +1,14 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
+import contextlib
 import dataclasses
+import hashlib
 import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,14 +20,17 @@ from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab._timing.links import Links
 from nnx_pipeline.lab._timing.rate import Rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
-from nnx_pipeline.lab._tracing.constraints import Constraint, constraints_of
-from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
 from nnx_pipeline.lab.attribution._floor import Floor
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.compile import _figures as figures
-from nnx_pipeline.lab.compile._cache import restored
-from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
+from nnx_pipeline.lab.compile._cache import Cache, restored
+from nnx_pipeline.lab.compile._compiler import (
+    TooLarge,
+    compile_with_settings,
+    heap_bytes,
+    own_options,
+)
 from nnx_pipeline.lab.compile._lowering import lowered_without_devices
 from nnx_pipeline.lab.compile._settings import COST_MODEL
 from nnx_pipeline.lab.compile._tables import with_costs, with_tables
@@ -32,6 +38,22 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.mesh import divided_over
 
 Progress = Callable[[str], None]
+_NO_CACHE = Cache(None)
+_CACHE: ContextVar[Cache] = ContextVar("cache of compiled programs", default=_NO_CACHE)
+
+
+@contextlib.contextmanager
+def kept_in(cache: Cache) -> Iterator[None]:
+    """A context in which this thread compiles no program that the cache has, and keeps the others.
+
+    A program is known by its lowered text with its lines of source and those that call it, so that
+    it may be a user's, and one that is measured from elsewhere counts as another.
+    """
+    token = _CACHE.set(cache)
+    try:
+        yield
+    finally:
+        _CACHE.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +248,7 @@ class Lowered:
     """A lowered program, which any thread can compile and measure."""
 
     program: jax.stages.Lowered
-    one_line: frozenset[str]  # `called_from_one_line`
-    constraints: tuple[Constraint, ...]
+    lines: figures.TracedLines
     links: Links | None  # None where nothing is known of the devices
     platform: Platform
     clock: "Clock"
@@ -236,9 +257,12 @@ class Lowered:
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
-        """Compiles the program and measures it. One that the TPU compiler refuses as too large has
-        the figures that do not need the rest of its work; what else the compiler raises is
-        raised."""
+        """Compiles the program and measures it, or takes it from the cache of `kept_in`. One that
+        the TPU compiler refuses as too large has the figures that do not need the rest of its work;
+        what else the compiler raises is raised."""
+        key = self._key()
+        if (kept := _kept(key)) is not None:
+            return kept
         platform, clock = self.platform, self.clock
         with clock("compile", f"compiling for {platform}"):
             compiled, text, applied, left_out = compile_with_settings(self.program, platform)
@@ -249,7 +273,7 @@ class Lowered:
             found = self._compiled(compiled, text)
         program = vars(found.program)
         python = ".".join(map(str, sys.version_info[:3]))
-        return Measurement(
+        measured = Measurement(
             platform=str(platform),
             mesh=self.mesh,
             dcn=self.dcn,
@@ -267,6 +291,19 @@ class Lowered:
             buffer_assignment=text,
             **{**program, "notes": (*found.notes, *program["notes"])},
         )
+        if key is not None:
+            _CACHE.get().put(key, measured.to_cache())
+        return measured
+
+    def _key(self) -> str | None:
+        """What the program is known by in the cache of `kept_in`; None where there is no cache."""
+        if _CACHE.get().folder is None:
+            return None
+        from nnx_pipeline.lab.compile._cache_key import entry_key  # which imports Flax
+
+        text = hashlib.sha256(self.program.as_text(debug_info=True).encode()).hexdigest()
+        known = str((self.mesh, self.dcn, self.config))
+        return entry_key(self.platform, "program", text, own_options(self.program), known)
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
         hlo = with_tables(compiled.as_text() or "", compiled)
@@ -274,7 +311,7 @@ class Lowered:
             hlo = with_costs(hlo, compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
-        program = figures.read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
+        program = figures.read_program(hlo, text, temp, self.lines, self.links)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
         notes = [*figures.dropped_arguments(compiled), *figures.lost_donations(compiled, hlo)]
         notes += figures.scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
@@ -285,9 +322,7 @@ class Lowered:
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
         """What is known of a program that the compiler refused when it had placed all buffers. It
         stopped before it counted the cycles, so that there is no estimate of the time."""
-        program = figures.read_program(
-            refused.hlo, text, None, self.one_line, None, self.constraints
-        )
+        program = figures.read_program(refused.hlo, text, None, self.lines)
         heap, assigned = heap_bytes(text), program.assigned
         if heap is None or assigned is None:
             raise refused.error
@@ -313,8 +348,7 @@ def lower_traced(
         program = traced.lower()
     return Lowered(
         program=program,
-        one_line=called_from_one_line(traced.jaxpr),
-        constraints=constraints_of(traced.jaxpr),
+        lines=figures.TracedLines.of(traced.jaxpr),
         links=_links(platform),
         platform=platform,
         clock=clock,
@@ -322,6 +356,14 @@ def lower_traced(
         dcn=divided_over(jax.sharding.get_mesh()),
         config=config,
     )
+
+
+def _kept(key: str | None) -> Measurement | None:
+    known = _CACHE.get().get(key)
+    try:
+        return None if known is None else Measurement.from_cache(*known)
+    except (KeyError, TypeError, ValueError):  # written by something else
+        return None
 
 
 def _links(platform: Platform) -> Links | None:

@@ -21,6 +21,7 @@ from nnx_pipeline.lab.lint._facts import LintedProgram, Waste
 from nnx_pipeline.lab.lint._parameters import parameters_of
 from nnx_pipeline.lab.lint._rules_loops import gradients_per_microbatch, parameters_in_loops
 from nnx_pipeline.lab.lint._rules_remat import remat_policies
+from nnx_pipeline.lab.lint._rules_states import states_stored
 from nnx_pipeline.lab.lint.finding import Finding, Limits, Severity
 
 
@@ -47,6 +48,7 @@ RULES = {
     "residuals-stacked": _meant(activations.residuals_stacked),
     "scores-stored": _meant(activations.scores_stored),
     "logits-stored": _meant(activations.logits_stored),
+    "states-stored": _meant(states_stored),
     "dispatch-stored": _meant(one_hot.dispatch_stored),
     "layers-gathered": LintRule(gathers.stacks_gathered),
     "gathered-twice": LintRule(gathers.gathered_twice),

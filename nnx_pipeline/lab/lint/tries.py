@@ -1,16 +1,23 @@
 """Finds what can be changed of a function, without its source, to make its program smaller."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+import jax
 from jax.extend.core import ClosedJaxpr
+from jax.extend.core.primitives import name_p, remat_p
 
 from nnx_pipeline.lab._tracing.calls import Call, Input, jit_for
-from nnx_pipeline.lab._tracing.jaxpr import place_of
+from nnx_pipeline.lab._tracing.jaxpr import equations_of, place_of
 from nnx_pipeline.lab.comparison.changes import Change, Watched, loop_changes, policy_changes
+from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.lint._facts import LintedProgram, kind_of
 from nnx_pipeline.lab.lint._rules_donation import donation_words, updated_arguments
 from nnx_pipeline.lab.lint._walk import as_loop
+from nnx_pipeline.lab.search.choices import Fate, Kind, Space
+
+TracedCall = Callable[[], tuple[Call, ClosedJaxpr, Sequence[Input]]]
+_KEPT_OR_NOT: tuple[Fate, ...] = ("recompute", "keep")
 
 _NO_DONATION = (
     "donation: no argument comes back updated, or is like results that are new and have no donor"
@@ -24,9 +31,7 @@ _NOT_SMALLER = "checkpoints in loops: no loop stores less with one than it does"
 _NO_CHECKPOINTS = "policies: the function calls no jax.checkpoint (or does so with jax_remat3)"
 
 
-def changes_of(
-    traced_call: Callable[[], tuple[Call, ClosedJaxpr, Sequence[Input]]],
-) -> tuple[list[Change], list[str]]:
+def changes_of(traced_call: TracedCall) -> tuple[list[Change], list[str]]:
     """What can be changed of a function; and why there is nothing, for each kind of change.
 
     - `traced_call`: traces a call of it, see `api.traced_call`; called several times.
@@ -34,32 +39,93 @@ def changes_of(
     Settings of the compiler are not among the changes.
     """
     watched = Watched()
-
-    def traced() -> LintedProgram:
-        call, program, inputs = traced_call()
-        place = place_of(call.function)
-        return LintedProgram(program, frozenset(), inputs, place, jit_for(call))
-
-    def is_smaller(line: str) -> bool:
-        (change,) = loop_changes([line], keeping=False)
-        try:
-            with change.applied():
-                return _stacked_bytes(traced()) < _stacked_bytes(program)
-        except Exception:  # such as of effects that a checkpoint cannot have: its row says why
-            return True
-
     with watched.watching():
-        program = traced()
+        program = _traced(traced_call)
     changes = [*_donations(program)]
     left_out = [] if changes else [_NO_DONATION]
     if not program.has_backward:
         return changes, [*left_out, _NO_BACKWARD]
-    if lines := list(filter(is_smaller, watched.lines)):
+    if lines := _loops_worth(traced_call, program, watched.lines):
         changes += loop_changes(lines)
     else:
         left_out.append(_NOT_SMALLER if watched.lines else _NO_LOOPS)
     changes += policy_changes(watched.policies, program.traced)
     return changes, left_out if watched.policies else [*left_out, _NO_CHECKPOINTS]
+
+
+def space_of(traced_call: TracedCall, *, offloads: bool) -> tuple[Space, Watched]:
+    """What can be kept, computed again or offloaded in a function, and what it calls.
+
+    - `traced_call`: as for `changes_of`.
+    - `offloads`: whether the platform has memory of a host.
+
+    Raises InputError where there is nothing to choose.
+    """
+    watched = Watched()
+    with watched.watching():
+        program = _traced(traced_call)
+    plain = [line for line in watched.lines if line not in watched.checkpointed]
+    loops = _loops_worth(traced_call, program, plain) if program.has_backward else []
+    nothing = jax.checkpoint_policies.nothing_saveable
+    least = Change(kinds=("policy",), name="", cure="", loops=frozenset(loops), policy=nothing)
+    with least.applied():
+        names = _recomputed_names(_traced(traced_call).traced)
+    if not loops and not names:
+        function = program.function.function
+        raise InputError(f"{function} {_nothing_to_choose(program, watched)}")
+    fates: tuple[Fate, ...] = ("recompute", "offload", "keep") if offloads else _KEPT_OR_NOT
+    kinds = [Kind(line, _KEPT_OR_NOT, is_loop=True) for line in loops]
+    kinds += [Kind(name, fates) for name in names]
+    return Space(tuple(kinds), has_checkpoint=bool(watched.policies)), watched
+
+
+def _nothing_to_choose(program: LintedProgram, watched: Watched) -> str:
+    if not program.has_backward:
+        return (
+            "has no backward pass, so that nothing is kept for one; give a step with its gradient"
+        )
+    if watched.policies:
+        return (
+            "names no value that its jax.checkpoint computes again, and has no loop that stores "
+            "less with one; give values names with jax.ad_checkpoint.checkpoint_name"
+        )
+    return (
+        "calls no jax.checkpoint, and has no loop that stores less with one; put what jax.grad is "
+        "given, or its layers, in jax.checkpoint, and name values with checkpoint_name"
+    )
+
+
+def _recomputed_names(program: ClosedJaxpr) -> list[str]:
+    """The names of the values that the backward pass computes again, in order."""
+    found: dict[str, None] = {}
+    for equation in equations_of(program):
+        if equation.primitive is remat_p and equation.params["differentiated"]:
+            inner = ClosedJaxpr(equation.params["jaxpr"], ())
+            names = (one.params["name"] for one in equations_of(inner) if one.primitive is name_p)
+            found.update(dict.fromkeys(names))
+    return [*found]
+
+
+def _traced(traced_call: TracedCall) -> LintedProgram:
+    call, program, inputs = traced_call()
+    place = place_of(call.function)
+    return LintedProgram(program, frozenset(), inputs, place, jit_for(call))
+
+
+def _loops_worth(
+    traced_call: TracedCall, program: LintedProgram, lines: Iterable[str]
+) -> list[str]:
+    """The lines of the loops that store less with a checkpoint around their body."""
+
+    def is_smaller(line: str) -> bool:
+        (change,) = loop_changes([line], keeping=False)
+        try:
+            with change.applied():
+                return _stacked_bytes(_traced(traced_call)) < _stacked_bytes(program)
+        except Exception:  # such as of effects that a checkpoint cannot have: its row says why
+            return True
+
+    return list(filter(is_smaller, lines))
 
 
 def _stacked_bytes(program: LintedProgram) -> int:

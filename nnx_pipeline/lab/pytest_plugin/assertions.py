@@ -8,6 +8,7 @@ from numbers import Real
 from nnx_pipeline.lab._report.program_tables import rows_by_line, seconds_of
 from nnx_pipeline.lab._report.view.buffers import grouped, short_line, short_operation
 from nnx_pipeline.lab._report.view.figures import (
+    bounded,
     compiler,
     estimated,
     megabytes,
@@ -238,11 +239,12 @@ def _longest_lines(measurement: Measurement) -> list[str]:
     if measurement.time is None or not measurement.time.rows:
         return ["There is no list of what takes the time."]
     lines = rows_by_line(measurement.time)
+    times = [bounded(measurement.time, seconds_of(rows)) for rows in lines[:TOP]]
     shown = [
-        f"{milliseconds(seconds_of(rows)):>10} ms  {short_line(rows[0])}" for rows in lines[:TOP]
+        f"{time:>10} ms  {short_line(rows[0])}"
+        for time, rows in zip(times, lines[:TOP], strict=True)
     ]
-    least = ", at least" * measurement.time.counts_least
-    return [f"longest of {counted(len(lines), 'line')} of source{least}:", *shown]
+    return [f"longest of {counted(len(lines), 'line')} of source:", *shown]
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:

@@ -40,7 +40,7 @@ FIGURES = {
     "time_bound": "the estimated time",
     "time_rule": "the estimated time",
 }
-_HOW = {"time_bound": "only a lower bound", "time_rule": "only by a rule"}
+_HOW = {"time_bound": "only with the least that it takes", "time_rule": "only by a rule"}
 SHOWN = 3  # instructions that a line names
 Tone = Literal["plain", "strong", "warning", "error", "alarm"]
 

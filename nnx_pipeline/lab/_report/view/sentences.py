@@ -14,6 +14,7 @@ _NAMES = {
     "≳ ": "the estimated step (≳)",
     "≥ ": "the lower bound of the step",
 }
+_BY = {"": "", "≳ ": " by figures with ≳", "≥ ": " by lower bounds"}
 
 
 def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
@@ -31,8 +32,9 @@ def closing_sentences(outcomes: Sequence[Outcome]) -> list[Remark]:
         best = max(saved, key=lambda index: saved[index])
         if saved[best] > 0 and not _is_small(known[best], figure):
             name = known[best].question.name
-            if figure is _step and _is_bound(known[best]):
-                per += " by lower bounds"
+            arm = known[best].b
+            if figure is _step and arm:
+                per += _BY[figures.sign(arm.time)]
             who = "" if parts and parts[-1].startswith(f"{name} ") else f"{name} saves "
             parts.append(f"{who}most {what}, {show(saved[best])} {per}")
     summary = f"Of these {len(known)} changes " + ", and ".join(parts) + "."
@@ -82,10 +84,6 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str
     exactly = show(before) == show(after)
     texts = (show(value, exactly=exactly) for value in (before, after))
     return f"{name} {verb} from {' to '.join(texts)} ({part})"
-
-
-def _is_bound(outcome: Outcome) -> bool:
-    return bool(outcome.b and outcome.b.time and outcome.b.time.counts_least)
 
 
 def _saved(outcome: Outcome, figure: Figure) -> float:

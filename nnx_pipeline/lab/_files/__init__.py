@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab.errors import InputError, optional, printable
@@ -26,18 +27,56 @@ _ADDRESS = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]+:/|(?:{_STORES}):)", re.IGNORECA
 _waiting: dict[Path, int] = {}  # pipes that are open until their text is written
 
 
-def local(path: str | os.PathLike[str]) -> Path:
-    """The path that a user named; raises InputError for an address such as `gs://…`."""
-    named = os.fspath(path)
+def local(path: str | os.PathLike[str], known: str = "files and folders of this machine") -> Path:
+    """The path that a user named; raises InputError for an address such as `gs://…`.
+
+    - `known`: what is read and written, in the words of the error.
+    """
+    named = str(path) if isinstance(path, Path) else os.fspath(path)
     if _ADDRESS.match(named):
         raise InputError(
-            f"{named} is an address, and only files and folders of this machine are read and "
-            "written; copy what it names, and give the path of the copy, or begin it with ./ where "
-            "a folder here has that name"
+            f"{named} is an address, and only {known} are read and written; copy what it names, "
+            "and give the path of the copy, or begin it with ./ where a folder here has that name"
         )
     local_path = Path(named)
     # Without its `./` it would be taken for an address where it comes by here again.
     return local_path.absolute() if _ADDRESS.match(str(local_path)) else local_path
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint that a user named: of this machine or `file://`, or into a store.
+
+    Raises InputError for other addresses, and for what no object of a store is called.
+    """
+    from nnx_pipeline.lab._files.stores import SCHEMES, StorePath  # most commands need no store
+
+    if isinstance(path, StorePath):
+        return path
+    named = os.fspath(path)
+    scheme, is_address, rest = named.partition("://")
+    if is_address and scheme == "file":
+        return _of_file_address(named)
+    if not is_address or scheme not in SCHEMES:
+        return local(path, "gs://bucket/…, s3://bucket/…, file:///… and folders of this machine")
+    parts = rest.removesuffix("/").split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise InputError(
+            f"{named} names no folder of a store: its parts are a bucket and names, none of them "
+            f"empty, . or ..; write it as {scheme}://bucket/name"
+        )
+    return StorePath(f"{scheme}:/{'/'.join(parts)}")
+
+
+def _of_file_address(named: str) -> Path:
+    parts = urlsplit(named)
+    path = unquote(parts.path, errors="surrogateescape")
+    strange = parts.query or parts.fragment or "\0" in path
+    if parts.netloc not in ("", "localhost") or not path or strange:
+        raise InputError(
+            f"{named} is not a file of this machine as file:///folder/name says one, with %3F and "
+            "%23 for ? and #; give it so, or as a path"
+        )
+    return Path(path)
 
 
 def hold_pipe(path: str | os.PathLike[str]) -> None:
@@ -110,17 +149,26 @@ def read_regular(
 
     Raises InputError for another one: a pipe would be waited for, and a device may have no end.
     """
+    from nnx_pipeline.lab._files.stores import StorePath
+
+    if isinstance(path, StorePath):
+        found = path.stamp()
+        _check_size(path, found.size if found else 0, most)
+        return path.read_text("utf-8-sig", errors)
     named = local(path)
     with open(named, encoding="utf-8-sig", errors=errors, opener=_without_waiting) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
-        if status.st_size > most:
-            raise InputError(
-                f"{path} cannot be read: it has {status.st_size:,} bytes, more than {most:,}; name "
-                "another file"
-            )
+        _check_size(path, status.st_size, most)
         return file.read()
+
+
+def _check_size(path: str | os.PathLike[str], size: int, most: int) -> None:
+    if size > most:
+        raise InputError(
+            f"{path} cannot be read: it has {size:,} bytes, more than {most:,}; name another file"
+        )
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -128,7 +176,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read_text(path: str, most: int = MOST_SETTINGS) -> str:
+def read_text(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
     try:
         return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:

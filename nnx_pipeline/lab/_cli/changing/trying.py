@@ -1,16 +1,13 @@
 """What `memory --try` does; apart from the others, which need less."""
 
-import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 from nnx_pipeline.lab._cli.outputs import MemoryOutputs
-from nnx_pipeline.lab._cli.progress import progress
+from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import compiler_errors
-from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._report.output import as_text, emit_json, show
+from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.trials import trials_remarks, trials_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab.api import measure, traced_call
@@ -44,7 +41,8 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
         base = compiled(AS_IT_IS)
         trials = Trials(base=base, left_out=left_out, promised=promised(base))
         changes += setting_changes(base, platform)
-        with _shown_if_interrupted(trials, title, 2 if outputs.to_standard_output else 1) as draw:
+        shown = outputs.to_standard_output
+        with shown_if_interrupted(lambda: trials_view(title, trials), shown) as draw:
             _try_all(trials, changes, compiled, say, draw)
     show(trials_view(title, trials), json_path=outputs.json_path)
     outputs.say_words(words.CHANGES, words.MEMORY, words.TIME)
@@ -57,23 +55,8 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
             **trials.to_json(),
         },
     )
-    outputs.write_measurement(title, [base], most, trials_remarks(trials))
+    outputs.write_measurement(title, [base], most, trials_remarks(trials, gains=True))
     outputs.write_profile(title, base)
-
-
-@contextlib.contextmanager
-def _shown_if_interrupted(
-    trials: Trials, title: str, descriptor: int
-) -> Iterator[Callable[[], None]]:
-    """A context whose table is printed if the command is interrupted, as it was drawn last."""
-    drawn = ""
-
-    def draw() -> None:
-        nonlocal drawn  # another thread prints it, which may import nothing
-        drawn = f"{as_text(trials_view(title, trials))}\n"
-
-    with cleared_away(lambda: os.write(descriptor, drawn.encode())):
-        yield draw
 
 
 def _try_all(

@@ -1,0 +1,1 @@
+"""What commands do that change a function while it is traced."""

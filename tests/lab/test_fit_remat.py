@@ -1,0 +1,109 @@
+"""`fit --over remat`: the fastest program within a limit, what to write, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+from helpers import Run
+
+OWN = """
+import jax, jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+def layer(x, w):
+    return x + jnp.tanh(checkpoint_name(x @ w, "inner")) @ w.T
+
+def loss(w, x):
+    return jnp.sum(jax.checkpoint(layer)(jax.checkpoint(layer)(x, w), w) ** 2)
+
+step = jax.grad(loss)
+
+def forward(w, x):
+    return layer(x, w)
+
+def plain(w, x):
+    return jax.grad(lambda w: jnp.sum(layer(x, w)))(w)
+
+def unnamed(w, x):
+    return jax.grad(lambda w: jnp.sum(jax.checkpoint(jnp.tanh)(x @ w)))(w)
+
+def inputs():
+    return jax.ShapeDtypeStruct((256, 1024), "float32"), jax.ShapeDtypeStruct((512, 256), "float32")
+"""
+TPU = ("--platform", "tpu:v5p:2x2x1")
+FIT = ("fit", "own.py:step", "--inputs", "own.py:inputs", "--over", "remat")
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NNX_PIPELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+REFUSED = {
+    "own.py:step --inputs own.py:inputs --platform cpu": "needs the time of a step, of which "
+    "nothing is known on cpu; choose a platform that has one: ",
+    "own.py:step --inputs own.py:inputs --platform tpu:v5p:2x2x1 --limit many": "is no limit",
+    "own.py:step --inputs own.py:inputs --platform cuda:h100:1 --gemm both": "write --gemm triton",
+    "tiny --set pipeline.remat=full --platform tpu:v5p:2x2x1": "--set pipeline.remat=full has no "
+    "effect beside --over remat",
+    "tiny --set pipeline.save_decoder_layer_input=false --platform tpu:v5p:2x2x1": "has no effect",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused_is_one_line(run: Run, words: str) -> None:
+    done = run("fit", *words.split(), "--over", "remat")
+    assert done.code == 2, done.out
+    assert REFUSED[words] in done.err.splitlines()[-1]
+    assert (done.out, "Traceback" in done.err) == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("forward", "has no backward pass"),
+        ("plain", "calls no jax.checkpoint, and has no loop that stores less with one"),
+        ("unnamed", "names no value that its jax.checkpoint computes again"),
+    ],
+)
+@pytest.mark.slow
+def test_nothing_to_choose(run: Run, function: str, said: str) -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
+    done = run("fit", f"own.py:{function}", *FIT[2:], *TPU)
+    assert done.code == 2, done.out
+    assert said in done.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_fastest_within_a_limit(run: Run) -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
+    # From one line, which is part of what a program is known by.
+    first, again, none = (
+        run(*FIT, *TPU, *more)
+        for more in (("--json", "found.json"), ("--json", "-"), ("--limit", "1kB"))
+    )
+    assert first.code == 0, first.err
+    assert "4 compiles at most; how long one takes is not known yet" in first.err
+    assert max(map(len, first.out.splitlines())) <= 80
+    assert "save_and_offload_only_these_names(" in first.out or "everything is kept" in first.out
+    found = again.json
+    assert "the last such took" in again.err
+    assert (found["choices"], found["compiles"]) == (4, 0)
+    known = [one for one in found["compiled"] if one["step_seconds"]]
+    assert len(known) == 4
+    assert {one["fates"]["inner"] for one in known} == {
+        *("recompute", "keep", "offload", "everything")
+    }
+    assert found["fastest"]["step_seconds"] == min(one["step_seconds"] for one in known)
+    assert [one["step_seconds"] for one in found["frontier"]] == sorted(
+        (one["step_seconds"] for one in found["frontier"]), reverse=True
+    )
+    assert none.code == 1
+    assert re.search(
+        r"the limit of [\d.]+ MB is below all 4 choices that were compiled: .* needs [\d.]+, "
+        r"[\d.]+ MB more",
+        none.err.splitlines()[-1],
+    )
