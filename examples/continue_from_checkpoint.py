@@ -20,7 +20,8 @@ from nnx_pipeline.train import jit_train_step, learnable_batches, make_state
 CONFIG = """\
 {decoder_block: mixtral, vocab_size: 128, base_emb_dim: 64, base_mlp_dim: 128, head_dim: 16,
 base_num_decoder_layers: 4, base_num_query_heads: 4, base_num_kv_heads: 2, num_experts: 4,
-num_experts_per_tok: 2, max_target_length: 32, per_device_batch_size: 4, learning_rate: 0.003}
+num_experts_per_tok: 2, max_target_length: 32, per_device_batch_size: 4, learning_rate: 0.003,
+steps: 20}
 """
 
 

@@ -120,7 +120,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [table[0] for table in groups(chosen, table_of)]
         files = groups(chosen, lambda item: str(item.path))
         chosen = [one for file in files for one in spread(file, MOST_OF_A_FILE)]
-    left_out = [item for item in items if item not in set(chosen)]
+    kept = set(chosen)
+    left_out = [item for item in items if item not in kept]
     items[:] = chosen
     config.hook.pytest_deselected(items=left_out)
 

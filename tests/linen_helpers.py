@@ -12,8 +12,8 @@ from helpers import arrays_by_path
 from jax.sharding import NamedSharding
 
 from linen_compat import logical_axis_rules
-from linen_compat.formats._in_memory import model_arrays
 from linen_compat.formats._names import Names, of_model
+from linen_compat.formats._shapes import model_arrays
 from nnx_pipeline import Layout, Mixtral
 
 

@@ -3,6 +3,7 @@
 The line that a finding should name ends in the words `# here`, as in `lint_examples`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,33 @@ def updated(cache: jax.Array, new: jax.Array, place: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(cache, new[:, None], (0, place, 0))
 
 
-# Layers: residuals, scores, logits, dispatch.
+# Layers: residuals, scores, logits, states, dispatch.
+
+
+STATES = (2, 512, 256, 32)  # batch, positions, width, state
+STATES_BYTES = 4 * math.prod(STATES)
+INPUTS = (array(*STATES[:3]), array(*STATES[:2], STATES[3]))
+
+
+def combined(
+    left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return left[0] * right[0], left[1] * right[0] + right[1]
+
+
+def states_of(u: jax.Array, c: jax.Array) -> jax.Array:
+    drive = jnp.sin(u)[..., None] * c[..., None, :]
+    return jax.lax.associative_scan(combined, (jnp.cos(drive), drive), axis=1)[1]  # here
+
+
+def by_product(u: jax.Array, c: jax.Array) -> jax.Array:
+    return jnp.einsum("bldn,bln->bld", states_of(u, c), c)
+
+
+def in_chunks(u: jax.Array, c: jax.Array) -> jax.Array:
+    cut = [jnp.moveaxis(x.reshape(STATES[0], 8, -1, x.shape[-1]), 1, 0) for x in (u, c)]
+    one = jax.checkpoint(lambda none, parts: (none, by_product(*parts)))
+    return jax.lax.scan(one, None, tuple(cut))[1]
 
 
 def gated(x: jax.Array, weights: Any) -> Any:
@@ -518,6 +545,9 @@ def activations() -> dict[str, Example]:
             jax.grad(chunked_loss),
             loss,
             4 * 4096 * VOCAB,
+        ),
+        "selective": Example(
+            "states-stored", "states_of", by_product, in_chunks, INPUTS, STATES_BYTES
         ),
         "switch": Example("dispatch-stored", "switch", switch, scattered, routed, dispatch),
         "two masks": Example(

@@ -54,14 +54,26 @@ def weights_of(model: Mixtral) -> Weights:
 
 def _variables(model: Mixtral, part: Any) -> dict[str, Any]:
     """The variables of all layers of one kind."""
+    norms = {
+        "first norm": part.attention_norm,
+        "second norm": part.feed_forward_norm,
+        "first post norm": part.attention_post_norm,
+        "second post norm": part.feed_forward_post_norm,
+    }
     variables = {
-        "first norm": part.attention_norm.scale,
-        "second norm": part.feed_forward_norm.scale,
+        **{name: found.scale for name, found in norms.items() if found is not None},
         **{name: getattr(part.attention, name) for name in ("query", "key", "value", "out")},
         **{name: getattr(part.feed_forward, name) for name in ("gate", "up", "down")},
     }
     if model.config.model.num_experts > 1:
         variables["router"] = part.feed_forward.router
+        of_experts = {
+            "logits bias": part.feed_forward.router_logits_bias,
+            "gate bias": part.feed_forward.gate_bias,
+            "up bias": part.feed_forward.up_bias,
+            "down bias": part.feed_forward.down_bias,
+        }
+        variables |= {name: found for name, found in of_experts.items() if found is not None}
         if model.config.model.router_bias:
             variables["router bias"] = part.feed_forward.router_bias
         if model.config.model.num_shared_experts:
@@ -69,6 +81,8 @@ def _variables(model: Mixtral, part: Any) -> dict[str, Any]:
             variables |= {
                 f"shared {name}": getattr(shared, name) for name in ("gate", "up", "down")
             }
+    if model.config.model.attention_sinks:
+        variables["sinks"] = part.attention.sinks
     biased = {None: (), "qkv": BIASES[:3], "all": BIASES}[model.config.model.attention_bias]
     variables |= {name: getattr(part.attention, name) for name in biased}
     if model.config.model.qk_norm:
@@ -78,16 +92,24 @@ def _variables(model: Mixtral, part: Any) -> dict[str, Any]:
 
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
-    root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_epsilon)
+    axes = (-2, -1) if scale.ndim == 2 else -1
+    root = jnp.sqrt(jnp.mean(x * x, axis=axes, keepdims=True) + config.norm_epsilon)
     return x / root * (scale + config.norm_scale_offset)
 
 
 def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
     """`[batch, seq, heads, head_dim]`, each pair of values as a complex number that is turned."""
+    x, rest = x[..., : config.rope_dim], x[..., config.rope_dim :]
     half, speeds = x.shape[-1] // 2, []
+    local = config.sliding_window and config.rope_window_theta
     for pair in range(half):
-        speed = config.rope_theta ** (-pair / half)
-        if config.rope_scaling == "linear":
+        speed = (local or config.rope_theta) ** (-pair / half)
+        if local:
+            pass
+        elif config.rope_scaling == "yarn":
+            share = yarn_share(pair, 2 * half, config)
+            speed = (1 - share) * speed + share * speed / config.rope_factor
+        elif config.rope_scaling == "linear":
             speed /= config.rope_factor
         elif config.rope_scaling == "llama3":
             turns = config.rope_original_length * speed / (2 * np.pi)
@@ -101,9 +123,24 @@ def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
     else:
         real, imaginary = x[..., :half], x[..., half:]
     turned = jax.lax.complex(real, imaginary) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+    turned = turned * config.rope_amplitude
     if config.rope_interleaved:
         return jnp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    return jnp.concatenate([turned.real, turned.imag, rest], axis=-1)
+
+
+def yarn_share(pair: int, width: int, config: ModelConfig) -> float:
+    """By how much of the whole a pair is slowed down: a line between two numbers of pairs."""
+
+    def number(turns: float) -> float:
+        length = config.rope_original_length
+        return width * math.log(length / turns / 2 / math.pi) / 2 / math.log(config.rope_theta)
+
+    first, last = number(config.rope_high_frequency), number(config.rope_low_frequency)
+    if config.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    return min(max((pair - first) / (last - first), 0), 1)
 
 
 def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> jax.Array:
@@ -124,8 +161,30 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     length = x.shape[1]
     apart = np.arange(length)[:, None] - np.arange(length)
     seen = (apart >= 0) & (apart < (config.sliding_window or length)) & same
-    mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
+    scores = jnp.where(seen[:, None], scores, -1e30)
+    if config.attention_sinks:  # one more key, whose value is 0
+        shape = (*scores.shape[:-1], 1)
+        sinks = jnp.broadcast_to(layer["sinks"][None, :, None, None], shape)
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+        v = jnp.concatenate([v, jnp.zeros_like(v[:, :1])], axis=1)
+    mixed = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"]) + layer.get("out_bias", 0.0)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    return x / 2 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def clamped_swish(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (1 + up)
+
+
+ACTIVATIONS = {
+    "silu": lambda gate, up: gate / (1 + jnp.exp(-gate)) * up,
+    "gelu_tanh": lambda gate, up: gelu_tanh(gate) * up,
+    "clamped_swish": clamped_swish,
+}
 
 
 class Reported(NamedTuple):
@@ -146,10 +205,12 @@ def feed_forward(
     Tokens of segment 0 are padding: they take no room of an expert, and the router does not report
     them.
     """
+    act = ACTIVATIONS[config.activation]
     if config.num_experts == 1:
-        hidden = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
+        hidden = act(x @ layer["gate"], x @ layer["up"])
         return hidden @ layer["down"], Reported(*jnp.zeros(4), jnp.zeros(0))
     logits = x @ layer["router"]
+    logits = logits + layer["logits bias"] if config.router_logits_bias else logits
     score = jnp.exp(logits) if config.router_score == "softmax" else jax.nn.sigmoid(logits)
     total = jnp.sum(score, axis=-1, keepdims=True)
     rank = score if config.router_score == "sigmoid" else score / total
@@ -157,7 +218,8 @@ def feed_forward(
         rank = rank + layer["router bias"]
     if config.router_groups > 1:
         in_groups = jnp.stack(jnp.split(rank, config.router_groups, axis=-1), axis=-2)
-        sums = jnp.sum(jnp.sort(in_groups, axis=-1)[..., -2:], axis=-1)
+        best = 2 if config.router_score == "sigmoid" else 1
+        sums = jnp.sum(jnp.sort(in_groups, axis=-1)[..., -best:], axis=-1)
         least = jnp.sort(sums, axis=-1)[..., -config.router_groups_per_token, None]
         size = config.num_experts // config.router_groups
         rank = jnp.where(jnp.repeat(sums >= least, size, axis=-1), rank, -jnp.inf)
@@ -179,10 +241,14 @@ def feed_forward(
     share = config.router_scale * weights * kept
     out = jnp.zeros_like(x)
     for e in range(config.num_experts):
-        hidden = jax.nn.silu(x @ layer["gate"][e]) * (x @ layer["up"][e])
-        out += share[..., e, None] * (hidden @ layer["down"][e])
+        opened, raised = x @ layer["gate"][e], x @ layer["up"][e]
+        if config.expert_bias:
+            opened, raised = opened + layer["gate bias"][e], raised + layer["up bias"][e]
+        result = act(opened, raised) @ layer["down"][e]
+        result += layer["down bias"][e] if config.expert_bias else 0.0
+        out += share[..., e, None] * result
     if config.num_shared_experts:
-        hidden = jax.nn.silu(x @ layer["shared gate"]) * (x @ layer["shared up"])
+        hidden = act(x @ layer["shared gate"], x @ layer["shared up"])
         out += hidden @ layer["shared down"]
     p, count = score / total, jnp.sum(real)
     often = jnp.sum(reported, axis=(0, 1)) / count
@@ -224,19 +290,26 @@ def dropped(x: jax.Array, keys: Any, numbers: tuple[int, int], rate: float) -> j
 
 def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tuple[Any, Any]:
     """The output of the last norm, and the mean over layers of what their routers report."""
-    x, reported = weights.embedding[tokens], []
+    x, reported = weights.embedding[tokens] * config.embedding_scale, []
     for number in range(config.num_layers):
         layer = {name: stack[number] for name, stack in weights.layers.items()}
         full = config.full_attention_every and (number + 1) % config.full_attention_every == 0
+        full = full or number < config.full_attention_first
         own = dataclasses.replace(
             config,
             sliding_window=None if full else config.sliding_window,
             full_attention_every=None,
+            full_attention_first=0,
         )
-        update = attention(norm(x, layer["first norm"], config), layer, side, own)
+
+        def normed(x: jax.Array, name: str, layer: Layer = layer) -> jax.Array:
+            return norm(x, layer[name], config) if name in layer else x
+
+        update = attention(normed(x, "first norm"), layer, side, own)
+        update = config.residual_scale * normed(update, "first post norm")
         x = x + dropped(update, side.keys, (number, 0), config.dropout_rate)
-        normed = norm(x, layer["second norm"], config)
-        update, router = feed_forward(normed, layer, side.segments, config)
+        update, router = feed_forward(normed(x, "second norm"), layer, side.segments, config)
+        update = config.residual_scale * normed(update, "second post norm")
         x = x + dropped(update, side.keys, (number, 1), config.dropout_rate)
         reported.append(router)
     mean = jax.tree.map(lambda *each: sum(each) / config.num_layers, *reported)
@@ -256,6 +329,7 @@ def of_hidden(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
             error = head.astype(config.tied_head_dtype).astype(head.dtype) - head
             head = head + jax.lax.stop_gradient(error)
     cap = config.logits_soft_cap
+    x = x / config.logits_divisor
     return cap * jnp.tanh(x @ head / cap) if cap else x @ head
 
 

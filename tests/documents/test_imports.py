@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import commands_of, pytest_in, user_environment
+from maxtext_data import DATA
 
 from linen_compat._cli.main import FORMATS
 from linen_compat._cli.main import commands as linen_compat
@@ -134,6 +135,21 @@ def test_a_tab_imports_nothing_large() -> None:
     for (code, shown), name in zip(found, COMPLETED.values(), strict=True):
         assert (code, name in shown.replace("plain,", "").split()) == (0, True), shown
     assert not roots & LARGE
+
+
+def test_a_conversion_imports_no_jax(tmp_path: Path) -> None:
+    model = str(DATA.parent / "huggingface" / "mixtral")
+    ways = [
+        (model, "nnx", "--to", "nnx"),
+        ("nnx", "scanned", "--to", "maxtext:scanned"),
+        ("scanned", "back", "--to", "huggingface", "--config", model),
+    ]
+    found, roots, _ = answers(
+        "linen_compat", *((["convert", *words], {}) for words in ways), folder=tmp_path
+    )
+    assert [code for code, _ in found] == [0, 0, 0], found
+    assert {"back", "nnx", "scanned"} <= {path.name for path in tmp_path.iterdir()}
+    assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
 def test_the_formats_of_the_options_are_those_of_the_code() -> None:
