@@ -388,8 +388,12 @@ def test_every_moment_of_a_kill(store: Store, bridge, to: str) -> None:
             return 403 if len(done) > most else None
 
         store.server.faults.answer = dying
-        assert bridge(*words).code in (1, 2)
+        ended = bridge(*words)
         store.server.faults.answer = lambda method, path: None
+        if len(done) <= most:  # how many requests TensorStore makes of its writes is not fixed
+            assert (ended.code, content(store.path("out"))) == (0, whole)
+            continue
+        assert ended.code in (1, 2)
         assert content(store.path("out")) is None, changes[:most]
         assert bridge(*words).code == 0, changes[:most]
         assert (content(store.path("out")), store.names("out")) == (whole, names)
