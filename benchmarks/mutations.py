@@ -731,24 +731,6 @@ MUTATIONS = (
         "test_timetable_csv",
     ),
     Mutation(
-        "nnx_pipeline/experiments/timetables/make.py",
-        "urgent = (_FORWARD, _WEIGHTS, _TURNED, _WEIGHTS)",
-        "urgent = (_FORWARD, _TURNED, _TURNED, _WEIGHTS)",
-        "test_timetables",
-    ),
-    Mutation(
-        "nnx_pipeline/experiments/timetables/_interleaved.py",
-        "2 * (ranks - 1 - rank)",
-        "(ranks - 1 - rank)",
-        "test_timetables",
-    ),
-    Mutation(
-        "nnx_pipeline/experiments/timetables/executor/_slots.py",
-        'starts[by_start], side="right")',
-        'starts[by_start], side="left")',
-        "test_timetables",
-    ),
-    Mutation(
         "nnx_pipeline/ops/_grouped/order.py",
         "jnp.where((places < order.used)[:, None], picked, 0)",
         "picked",

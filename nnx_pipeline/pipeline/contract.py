@@ -1,6 +1,6 @@
 """What a model gives to the pipeline: its functions, their weights, and the inputs of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,14 +40,13 @@ class ModelFunctions:
     """The functions of a whole model, which share no state but may close over the same arrays.
 
     - `enter`, `leave`, `lift`: as of `ModelEnds`.
-    - `apply_stage`: as for `run_pipeline`, or, for `run_timetable` alone, a list with one such
-      function for each stage. All take and give the same activations and metrics.
+    - `apply_stage`: as for `run_pipeline`; all stages run it.
     - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
       pytree of numbers like the metrics. A metric with None or 0 is not differentiated.
     """
 
     enter: Entry
-    apply_stage: ApplyStage | Sequence[ApplyStage]
+    apply_stage: ApplyStage
     leave: Exit
     metric_weights: PyTree = None
     lift: float | Array | None = None

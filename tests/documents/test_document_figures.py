@@ -442,27 +442,6 @@ def test_groups_of_experts_and_blocks_of_queries(peer: Any) -> None:
     assert list(shown) == expected
 
 
-def test_timetables() -> None:
-    """The page is what the results give, and a document has its figures."""
-    bench = benchmark("timetables")
-    found = json.loads((RESULTS / "timetables.json").read_text())
-    assert bench.document(found) == (RESULTS / "timetables.md").read_text()
-    lockstep, by_turns, zero_bubble = (
-        bench.Row(bench.TPU, name, ends, 1, 8)
-        for name, ends in (("1f1b", ""), ("1f1b", "all"), ("zb-h1", "all"))
-    )
-    held = [megabytes(found[row.name]["memory"]["account_bytes"]) for row in (by_turns, lockstep)]
-    took = [
-        f"{bench.step_by(row, found).cost.step * 1e3:.1f}"
-        for row in (by_turns, lockstep, zero_bubble)
-    ]
-    said = (
-        f"holds {held[0]} MB instead of {held[1]} and takes {took[0]} ms instead of {took[1]}; "
-        f"zb-h1 takes {took[2]}"
-    )
-    assert said in WORDS
-
-
 def test_attention_as_the_sequence_grows() -> None:
     """The table is that of the results, and neither `chunked` nor `flash` grows by the square."""
     bench = benchmark("attention_memory")

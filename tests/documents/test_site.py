@@ -15,10 +15,7 @@ from documents import PAGES, ROOT
 PACKAGES = (
     "nnx_pipeline",
     *(f"nnx_pipeline.{name}" for name in ("modules", "pipeline", "train", "generate")),
-    *(
-        f"nnx_pipeline.{name}"
-        for name in ("lab", "lab.explain", "lab.lint", "experiments", "experiments.timetables")
-    ),
+    *(f"nnx_pipeline.{name}" for name in ("lab", "lab.explain", "lab.lint", "experiments")),
     "linen_compat",
 )
 LISTED = [  # page, name, file

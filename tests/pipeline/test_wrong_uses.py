@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "1F1B: another shape": (one_f_one_b(function=lambda k, x, _: (x[:, :2], {})), SAME),
     "1F1B: a function for each stage": (
         one_f_one_b(function=[stage, stage]),
-        "apply_stage is a list, but all stages of the 1F1B schedule run one function",
+        "`apply_stage` is of type list; give a function, see ModelFunctions",
     ),
     "stage: two arguments": (
         circular(lambda k, x: (x @ k, {})),

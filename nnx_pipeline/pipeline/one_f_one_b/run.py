@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.lab._tracing.jaxpr import equations_of
 from nnx_pipeline.lab.errors import InputError, of_type
 from nnx_pipeline.pipeline import _entry as entry
-from nnx_pipeline.pipeline.contract import Entry, Exit, Inputs, ModelFunctions, Weights
+from nnx_pipeline.pipeline.contract import Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.metrics import counts
 from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
 from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
@@ -25,7 +25,6 @@ from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage import _checks as checks
 from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
-from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
 from nnx_pipeline.sharding import _gradients as grads
 from nnx_pipeline.sharding._cast import of_slices
@@ -85,7 +84,7 @@ def run_one_f_one_b(
     check_bundles(functions, weights, inputs, options)
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
-    enter, apply_stage, leave = _functions_of(functions)
+    apply_stage = functions.apply_stage
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
@@ -118,8 +117,8 @@ def run_one_f_one_b(
     # What the functions close over becomes an input of the loop: JAX does not differentiate a
     # `custom_vjp` function with respect to arrays that it closes over.
     stage = checks.checked(apply_stage, has_state=state is not None)
-    last = lifted(checks.checked_exit(leave), lift)
-    hoisted, captured, traced = hoist((checks.checked_entry(enter), stage, last), call)
+    last = lifted(checks.checked_exit(functions.leave), lift)
+    hoisted, captured, traced = hoist((checks.checked_entry(functions.enter), stage, last), call)
     loop = dataclasses.replace(
         make_loop(hoisted[0], checkpoint(hoisted[1]), hoisted[2]),
         unlifted=lift is None and any(map(computes_in_float16, traced)),
@@ -134,21 +133,12 @@ def check_bundles(functions: object, weights: object, inputs: object, options: o
     of_type("weights", weights, Weights)
     of_type("inputs", inputs, Inputs)
     of_type("options", options, LoopOptions)
-
-
-def _functions_of(functions: ModelFunctions) -> tuple[Entry, ApplyStage, Exit]:
-    if not callable(functions.apply_stage):
-        raise InputError(
-            f"apply_stage is a {type(functions.apply_stage).__name__}, but all stages of the 1F1B "
-            "schedule run one function; give that, or use run_timetable"
-        )
-    for name in ("enter", "leave"):
+    for name in ("enter", "apply_stage", "leave"):
         if not callable(getattr(functions, name)):
             raise InputError(
                 f"`{name}` is of type {type(getattr(functions, name)).__name__}; give a function, "
                 "see ModelFunctions"
             )
-    return functions.enter, functions.apply_stage, functions.leave
 
 
 def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
