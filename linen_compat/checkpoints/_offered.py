@@ -15,7 +15,13 @@ from linen_compat.formats._names import ORBAX, check_names, check_one_kind
 from linen_compat.formats._new_folder import new_folder
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
-from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, claimed, with_checksum
+from linen_compat.formats._run_files import (
+    ORIGIN,
+    RUN_CONFIG,
+    claimed,
+    keep_steps,
+    with_checksum,
+)
 from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
 from linen_compat.maxtext.config import config_from_yaml, mesh_from_yaml
@@ -30,6 +36,7 @@ __all__ = [
     "check_savable",
     "claimed",
     "config_from_yaml",
+    "keep_steps",
     "load",
     "load_newest",
     "mesh_from_yaml",

@@ -141,6 +141,22 @@ def _remove(folder: Path, parents: list[Path]) -> None:
             parent.rmdir()
 
 
+def remove_whole(folder: Path) -> None:
+    """Deletes a folder; who is killed meanwhile leaves what the next claim of the run deletes."""
+    if isinstance(folder, StorePath):
+        stores.remove_whole(folder)
+        return
+    left = folder.with_name(f"{_short(folder)}.{secrets.token_hex(4)}{INCOMPLETE}")
+    os.rename(folder, left)
+    (left / _MARK).touch()  # the last to go
+    for path in left.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARK:
+            path.unlink()
+    shutil.rmtree(left)
+
+
 def check_free(destination: str | Path) -> None:
     """Raises InputError unless this is a new name or an empty folder, and can be made."""
     if not str(destination):

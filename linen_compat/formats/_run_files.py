@@ -13,7 +13,12 @@ import yaml
 
 from linen_compat.formats import _intact as checksums
 from linen_compat.formats import _store_folder as stores
-from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_behind
+from linen_compat.formats._new_folder import (
+    INCOMPLETE,
+    check_free,
+    clear_left_behind,
+    remove_whole,
+)
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._ending import cleared_away
@@ -48,6 +53,19 @@ def steps_of(folder: Path) -> list[Path]:
     while steps and stores.is_left(steps[-1]):
         steps.pop()
     return steps
+
+
+def keep_steps(folder: str | Path, most: int, every: int | None) -> None:
+    """Deletes the steps of a claimed run but the `most` newest, and but the multiples of `every`.
+
+    The oldest go first, so that a process that is killed meanwhile leaves the newest.
+    """
+    run = place(folder)
+    check_claim(run)
+    for step in steps_of(run)[:-most]:
+        is_ours = (step / "items").is_dir()  # a user may have a folder of the same kind of name
+        if is_ours and (every is None or int(step.name) % every):
+            remove_whole(step)
 
 
 def write(file: Path, text: str) -> None:

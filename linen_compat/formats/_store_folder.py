@@ -124,6 +124,12 @@ def commit(claim: Claim, staged: Path | None) -> None:
     claim.file.unlink(missing_ok=True)
 
 
+def remove_whole(folder: StorePath) -> None:
+    """Deletes a whole folder, which `is_left` from the first object on that goes."""
+    (folder / MARK).write_bytes(b"")
+    remove(folder)
+
+
 def remove(folder: StorePath) -> None:
     """Deletes what `is_left`, and last what shows that it is."""
     marks = [child for child in folder.iterdir() if child.name.startswith(MARK)]

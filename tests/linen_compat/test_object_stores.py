@@ -277,6 +277,17 @@ def test_a_step_that_a_killed_training_left_is_passed_over(store: Store) -> None
     assert sorted(path.name for path in run.iterdir()) == ["1", "training.yml"]
 
 
+def test_steps_that_are_removed(store: Store) -> None:
+    """Also by a process that is killed after the first object is gone."""
+    run = store.path("run")
+    linen_compat.save(linen_compat.load(SOURCE, config_of()), run / "4" / "items", step=4)
+    for step in (4, 5, 6):
+        (run / str(step) / "commit_success.txt").write_bytes(b"")
+        (run / str(step) / "items" / "commit_success.txt").write_bytes(b"")
+    offers.checkpoints().keep_steps(run, 1, 5)
+    assert sorted(path.name for path in run.iterdir()) == ["5", "6"]
+
+
 def test_a_step_without_its_marker_is_named(store: Store, bridge, tmp_path: Path) -> None:
     """A copy that was not finished looks like one of a run of a file system."""
     shutil.copytree(checkpoint("unscanned"), tmp_path / "run")

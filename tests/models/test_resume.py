@@ -387,6 +387,34 @@ def test_what_a_killed_process_left_is_removed(saved: Path, tmp_path: Path) -> N
         assert sorted(folder.iterdir()) == before
 
 
+def test_steps_that_are_kept(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
+    for step in (4, 5, 10):
+        shutil.copytree(folder / "3", folder / str(step))
+    (folder / "1").mkdir()  # of the user
+
+    def steps() -> list[int]:
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+    offered.keep_steps(folder, 4, None)
+    assert steps() == [1, 3, 4, 5, 10]
+    offered.keep_steps(folder, 1, 4)
+    assert steps() == [1, 4, 10]
+    before = sorted(folder.iterdir())
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        offered.keep_steps(folder, 1, None)
+    monkeypatch.undo()
+    assert steps() == [1, 10]
+    assert len(list(folder.iterdir())) == len(before)
+    with offered.claimed(folder):
+        assert sorted(folder.iterdir()) == [path for path in before if path.name != "4"]
+
+
 @pytest.mark.parametrize("text", ["", "a", "seed: 0", "seed: 0\ntext: null\nother: 1"])
 def test_an_origin_of_other_keys(saved: Path, tmp_path: Path, text: str) -> None:
     folder = shutil.copytree(saved, tmp_path / "run")

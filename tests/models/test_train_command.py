@@ -102,6 +102,7 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     words = ("train", *SMALL, "--data", tmp_path / "text", *SCHEDULE, "--metrics", file)
     words = (*words, "--eval-every", 2, "--checkpoint-dir", tmp_path / "run")
+    words = (*words, "--save-every", 2, "--keep", 1, "--keep-every", 4)
     first = run(*words, "--steps", 3, "--json", "-")
     assert first.code == 0, first.err
     lines = lines_of(file)
@@ -118,6 +119,8 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     assert again.code == 0, again.err
     assert lines_of(file)[: len(lines)] == lines
     assert [line["step"] for line in lines_of(file) if "held_out_loss" in line] == [2, 3, 4, 6]
+    kept = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+    assert kept == {"4", "6"}
     note = run(*words, "--steps", 7, "--resume")
     assert "--steps 7 is more than train.schedule_steps=6, after which the learning" in note.err
 
@@ -127,6 +130,8 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     [
         (("--eval-every", 2), "--eval-every is about the held-out part of a text, and sequences"),
         (("--metrics", "no/such/file"), "--metrics no/such/file cannot be written; choose a file"),
+        (("--keep", 2), "--keep needs a folder; give it with --checkpoint-dir DIR"),
+        (("--keep-every", 2), "--keep-every 2 is about steps that --keep would remove"),
         (("--metrics", "-"), "--metrics -: only JSON goes to standard output; name a file"),
     ],
 )

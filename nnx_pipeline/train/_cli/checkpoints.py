@@ -62,6 +62,9 @@ class Checkpoints(Protocol):
     ) -> None:
         """Saves a state as a new step of a run; no step is ever there unfinished."""
 
+    def keep_steps(self, folder: str | Path, most: int, every: int | None) -> None:
+        """Deletes the steps of a run but the `most` newest, and but the multiples of `every`."""
+
     def saved_run(self, folder: str | Path) -> SavedRun | None:
         """The run in a folder, or None where there are no saved steps."""
 

@@ -56,11 +56,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Folder:
-    """The values of `--checkpoint-dir`, `--save-every` and `--resume`."""
+    """The values of `--checkpoint-dir`, `--save-every`, `--resume`, `--keep` and `--keep-every`."""
 
     name: str | None
     every: int | None
     resume: bool
+    keep: int | None
+    keep_every: int | None
 
     @contextmanager
     def opened(
@@ -71,8 +73,17 @@ class Folder:
         `fields` are the fields of the config that the user has set. Within the context no other
         process can train in the folder.
         """
+        if self.keep_every is not None and self.keep is None:
+            raise InputError(
+                f"--keep-every {self.keep_every} is about steps that --keep would remove; give "
+                "--keep N too, or leave it out, and all steps are kept"
+            )
         if self.name is None:
-            for flag, value in (("--resume", self.resume), ("--save-every", self.every)):
+            for flag, value in (
+                ("--resume", self.resume),
+                ("--save-every", self.every),
+                ("--keep", self.keep),
+            ):
                 if value:
                     raise InputError(f"{flag} needs a folder; give it with --checkpoint-dir DIR")
             yield None
@@ -93,7 +104,7 @@ class Folder:
                 newest = None
             else:
                 config, newest = saved.to_go_on(config, origin, stages, fields), saved.step
-            yield Saver(offered, self.name, self.every, config, origin, saved, newest)
+            yield Saver(offered, self, config, origin, saved, newest)
 
     def _nothing(self) -> str:
         """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
@@ -122,17 +133,21 @@ class Saver:
     """
 
     offered: Checkpoints
-    folder: str
-    every: int | None
+    folder: Folder
     config: Config
     origin: Origin
     saved: SavedRun | None
     newest: int | None
 
+    @property
+    def run(self) -> str:
+        """The name of the folder, which `Folder.opened` has asked for."""
+        return self.folder.name or ""
+
     def check_steps(self, steps: int) -> None:
         if self.saved is not None and self.saved.step > steps:
             raise InputError(
-                f"--steps {steps} counts from the beginning, and {self.folder} is at step "
+                f"--steps {steps} counts from the beginning, and {self.run} is at step "
                 f"{self.saved.step}; give --steps {self.saved.step} or more"
             )
 
@@ -151,13 +166,16 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether a step that is not the last is to be saved."""
-        return self.every is not None and step % self.every == 0
+        every = self.folder.every
+        return every is not None and step % every == 0
 
     def save(self, state: TrainState) -> None:
         try:
             if self.saved is not None and self.newest == self.saved.step:
-                self.offered.begin(self.folder, self.config, self.origin)
-            self.offered.save_step(state, self.folder, self.config, self.origin)
+                self.offered.begin(self.run, self.config, self.origin)
+            self.offered.save_step(state, self.run, self.config, self.origin)
+            if self.folder.keep is not None:  # once the new step is whole
+                self.offered.keep_steps(self.run, self.folder.keep, self.folder.keep_every)
         except InputError as error:
             raise Failed(str(error)) from error
         self.newest = int(state.step)
@@ -172,7 +190,7 @@ def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     lower = f"--set {RATE}=… (it is {rate})"
     if saver is None or newest is None:
         return f"begin again with a lower {lower}"
-    folder = place(saver.folder)
+    folder = place(saver.run)
     if newest < at_fault:
         return f"step {newest} is kept: go on after it with --resume and a lower {lower}"
     if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):

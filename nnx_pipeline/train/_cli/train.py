@@ -72,6 +72,19 @@ from nnx_pipeline.train._cli.saving import Folder, Run
         help="Save every N steps, and not at the end alone.",
     ),
     click.option(
+        "--keep",
+        type=COUNT,
+        metavar="N",
+        help="Keep the N newest saved steps, and remove older ones after each save. Without it all "
+        "are kept.",
+    ),
+    click.option(
+        "--keep-every",
+        type=COUNT,
+        metavar="N",
+        help="With --keep, keep the steps that are multiples of N too.",
+    ),
+    click.option(
         "--resume",
         is_flag=True,
         help="Go on after the newest step in --checkpoint-dir. The mesh, options of the pipeline "
