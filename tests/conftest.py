@@ -68,7 +68,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Run the tests marked slow too.")
-    parser.addoption("--fast", action="store_true", help="One case a table, six tests a file.")
+    parser.addoption("--fast", action="store_true", help="One case a table, four tests a file.")
     parser.addoption(
         "--draws",
         type=int,
@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST_FIRST = ("documents", "collectives", "option_pairs", "arms", "model", "linen_pipeline")
 
 
-MOST_OF_A_FILE = 6  # tests, in the fast part
+MOST_OF_A_FILE = 4  # tests, in the fast part
 
 
 @pytest.hookimpl(trylast=True)

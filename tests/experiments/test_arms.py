@@ -102,7 +102,7 @@ def test_claims_that_another_command_measures() -> None:
         assert name in linen_compat_cli.commands.commands
 
 
-@pytest.mark.slow(but=12)
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_arms_are_two_programs(name: str) -> None:
     """Before any compiler sees them, unless the experiment says why they are not."""

@@ -93,6 +93,7 @@ def test_a_program_of_which_every_byte_is_known(platform: str) -> None:
     assert (row.bytes, row.shape, row.role) == (ARRAY, f"f32[{SIZE},{SIZE}]", "constant")
 
 
+@pytest.mark.slow(but=8)
 @each_compiler
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_add_up(name: str, platform: str) -> None:

@@ -127,6 +127,7 @@ def mixed(space: Space, *fates: Fate) -> Choice:
     return tuple("recompute" if kind.is_loop else next(named) for kind in space.kinds)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", OWN)
 def test_what_is_found(name: str, tmp_path: Path) -> None:
     """Names whose values the backward pass does not read are left out."""
@@ -139,6 +140,7 @@ def test_what_is_found(name: str, tmp_path: Path) -> None:
     assert all(kind.fates == ("recompute", "keep") for kind in without.kinds)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("fates", [("keep", "recompute"), ("recompute", "offload", "keep")])
 def test_the_pasted_policy(name: str, fates: tuple[Fate, ...], tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def own_findings(model: str, mesh: str, limits: Limits, **pipeline: Any) -> list
         return lint_step(config, mesh_of(mesh, config.pipeline.sharding), limits=limits)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("mesh", "pipeline"), OWN_PATHS)
 def test_no_false_alarm_at_tiny(mesh: str, pipeline: dict[str, Any]) -> None:
     """At a limit of 4 KB, a few of its activations."""
@@ -126,6 +126,7 @@ def test_no_false_alarm_at_mixtral_small(mesh: str, pipeline: dict[str, Any], mo
     assert own_findings("mixtral-small", mesh, Limits(), sharding=mode, **pipeline) == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("remat", ["save_dot_except_mlp", "minimal_offloaded", "none"])
 def test_no_false_alarm_for_a_remat_policy(remat: str) -> None:
     options = {"schedule": "1f1b", **EIGHT}

@@ -154,6 +154,7 @@ def test_an_error_without_a_placed_program_is_raised() -> None:
         compile_with_dump(Lowered())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_needs_too_much_on_chip_memory_is_no_such_program(run: Run) -> None:
     words = ("measure", "too_large:kernel", "--inputs", "too_large:inputs", "--platform", V5E)
     ended = run(*words)

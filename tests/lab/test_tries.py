@@ -73,6 +73,7 @@ def computed(function: Any, made: Any) -> list[Any]:
     return arrays((result, changed))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("style", STYLES)
 def test_no_change_of_what_is_kept_changes_a_number(style: str) -> None:
     function, made = STYLES[style]
@@ -88,6 +89,7 @@ def test_no_change_of_what_is_kept_changes_a_number(style: str) -> None:
             np.testing.assert_allclose(other, one, rtol=2e-5, atol=1e-7, err_msg=change.name)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("function", "cured", "made", "kind"),
     [

@@ -59,6 +59,7 @@ def test_what_fits(check, name):
     assert found["numerics"]["largest"] < 1e-5
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("stages", "repeats"), PIPELINES)
 def test_every_layout_by_its_names(tmp_path, check, stages, repeats):
     write(tmp_path / "items", state_in("pipelined", stages, repeats))

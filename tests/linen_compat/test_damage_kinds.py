@@ -140,6 +140,7 @@ def same(found, expected):
     )
 
 
+@pytest.mark.slow(but=20)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("form", ["nnx", "huggingface", "maxtext", "transformers"])
 def test_damage_is_found_or_changes_no_value(tmp_path, kept, form, damage):

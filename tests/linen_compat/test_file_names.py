@@ -70,6 +70,7 @@ def decoy(path):
             shutil.copytree(checkpoint("unscanned") / "0", path.with_name(other))
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", FEW)
 def test_commands_read_and_write_what_is_named(tmp_path, bridge, name):
     for folder in ("in", "out"):

@@ -77,6 +77,7 @@ def assert_same_tensors(actual: Path, expected: Path) -> None:
         assert a[name].tobytes() == b[name].tobytes(), f"{name} differs"
 
 
+@pytest.mark.slow(but=26)
 @each_folder
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference = np.load(FOLDER / name / "reference.npz")

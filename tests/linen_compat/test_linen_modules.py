@@ -141,7 +141,7 @@ def test_what_orbax_restores_is_applied_without_jit() -> None:
     )
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:

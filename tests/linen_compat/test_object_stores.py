@@ -157,6 +157,7 @@ def test_parts_of_tensors(store: Store, kind: str) -> None:
             assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), (name, cut)
 
 
+@pytest.mark.slow(but=1)
 def test_functions_save_and_load(store: Store) -> None:
     state = linen_compat.load_train_state(checkpoint("unscanned"), config_of())
     for name, kind in (("scanned", "maxtext:scanned"), ("nnx", "nnx")):
@@ -353,6 +354,7 @@ def test_a_conversion_that_fails_leaves_nothing(store: Store, bridge, monkeypatc
     assert store.names("out") == []
 
 
+@pytest.mark.slow(but=1)
 def test_an_object_that_changes_while_it_is_read(store: Store, bridge, monkeypatch) -> None:
     import linen_compat.checkpoints._convert as converting
 
@@ -373,6 +375,7 @@ def test_an_object_that_changes_while_it_is_read(store: Store, bridge, monkeypat
             assert store.names("out") == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("to", ["nnx", "huggingface"])
 def test_every_moment_of_a_kill(store: Store, bridge, to: str) -> None:
     """A process that is killed leaves what its first requests did: all of these are tried.

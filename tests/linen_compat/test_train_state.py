@@ -66,6 +66,7 @@ def test_every_leaf_comes_back_to_the_bit(tmp_path, name):
     assert_same_leaves(read(tmp_path / "out"), kept)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("format", ["nnx", "maxtext:pipelined", "maxtext:unscanned"])
 def test_which_stage_has_how_many_layers_is_stored_nowhere(tmp_path, format):
     """Saved from one distribution of the layers, and loaded for others, on other meshes."""

@@ -60,7 +60,7 @@ def full_forward(model: Mixtral, sequences: list[list[int]]) -> np.ndarray:
     return np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, tokens))
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("mesh", "model", "pipeline"),
     [

@@ -99,6 +99,7 @@ def once_or_twice(loop: str) -> int:
 
 
 # Without a dtype of gradients those of the parameters: which loop it is decides nothing of that.
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("loop", "dtype"),
     [
@@ -114,6 +115,7 @@ def test_the_loop_adds_up_in_the_dtype(loop: str, dtype: str | None) -> None:
     assert expert_accumulators(jaxpr, config) == [each] * once_or_twice(loop)
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("loop", ["accumulate", "1f1b", "step", "1f1b step"])
 @pytest.mark.parametrize(("layers", "repeats"), [(20, 2), (12, 3)], ids=["layers", "repeats"])
 def test_what_is_stacked_adds_up_the_same(loop: str, layers: int, repeats: int) -> None:

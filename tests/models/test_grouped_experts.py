@@ -123,6 +123,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("chosen", CHOSEN)
 @pytest.mark.parametrize(
     ("mesh", "mode", "group"),

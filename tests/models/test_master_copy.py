@@ -173,6 +173,7 @@ def test_several_steps_are_one_of_their_mean(mesh: str, pipeline: dict[str, Any]
     assert (int(odd.step), *counts) == (5, 1, 2, 2)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
 @pytest.mark.parametrize("which", ["master", "several", "both"])
 def test_the_floor_counts_what_the_compiler_holds(which: str, schedule: str) -> None:

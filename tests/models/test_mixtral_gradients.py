@@ -42,6 +42,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("name", "experts"), [(name, way) for name in WITH_GRADIENTS for way in WAYS[name]]
 )

@@ -280,6 +280,7 @@ SCANNED = [
 ]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("case", SCANNED, ids=str)
 def test_a_loop_over_layers_adds_their_gradients_in_place(case: Case) -> None:
     """Of three layers per stage: no loop hands out a stack of the gradients of all."""
@@ -378,6 +379,7 @@ def test_remat_policies_recompute_less_and_less() -> None:
     assert len(set(counts)) == len(counts)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -200,6 +200,7 @@ class Given:
         return self.make((len(rows), length))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

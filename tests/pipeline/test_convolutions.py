@@ -44,6 +44,7 @@ def gradients_on(mesh: str, schedule: Literal["circular", "1f1b"]) -> np.ndarray
         return np.asarray(gradients.layers.conv.kernel[...]).reshape(4, 3, 8, 8)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("schedule", LOSSES)
 @pytest.mark.parametrize("mesh", ["stage=2,fsdp=2,expert=2", "stage=2,tensor=2", "fsdp=2,tensor=2"])
 def test_gradients_are_those_of_one_device(mesh: str, schedule: Any) -> None:

@@ -229,7 +229,7 @@ def without_a_mesh() -> Any:
     return value_and_gradients("circular", "use", "", "auto", "")
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("schedule", "gather", "mesh", "mode", "where"),
     [

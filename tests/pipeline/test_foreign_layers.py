@@ -139,6 +139,7 @@ class Windowed(nnx.Module):
         return self.attend(x, jnp.where(place.layer % 2 == 0, 2, LENGTH)), None
 
 
+@pytest.mark.slow(but=3)
 @every_form
 def test_windows_alternate(form: Form) -> None:
     x = float_rows(BATCH, LENGTH, WIDTH)
@@ -179,6 +180,7 @@ class SaysInLinen(nn.Module):
         return said(x, place), None
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("style", ["nnx", "linen"])
 @pytest.mark.parametrize(
     ("mesh", "repeats", "stage_of", "repeat_of"),
@@ -216,7 +218,7 @@ class Positioned(nnx.Module):
         return x + jnp.tanh(self.mix(x) + table + offset[:, None, None]), None
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @every_form
 @pytest.mark.parametrize("zero1", [False, True])
 def test_a_side_input_may_be_shared_by_all_sequences(form: Form, zero1: bool) -> None:
@@ -255,7 +257,7 @@ class Partitioned(nnx.Module):
         return x + self.close(jax.nn.gelu(self.open(x))), None
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @every_form
 @pytest.mark.parametrize("gather", ["use", "step"])
 def test_weights_lie_where_flax_says(form: Form, gather: str) -> None:
@@ -303,6 +305,7 @@ class SaysNothing(Columns):
     says_where = False
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     "form",
     [
@@ -486,6 +489,7 @@ class Transformed(nnx.Module):
         return x + mixed_again(self.mix, x), None
 
 
+@pytest.mark.slow(but=3)
 @every_form
 def test_transformations_of_flax_inside_a_layer(form: Form) -> None:
     x = float_rows(BATCH, LENGTH, WIDTH)
@@ -497,6 +501,7 @@ def test_transformations_of_flax_inside_a_layer(form: Form) -> None:
     assert_close(tuple(got), one_after_the_other(Transformed, weights, call, x), 1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mesh", ["", "stage=2", "stage=4,fsdp=2"])
 def test_forward_mode(mesh: str) -> None:
     """Also with several layers per stage, of which each waits for the gradient of the next."""

@@ -81,7 +81,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @some_forms
 @pytest.mark.parametrize(("layer", "around"), MODELS.values(), ids=MODELS)
 def test_models(layer: Any, around: Around, form: Form) -> None:
@@ -215,6 +215,7 @@ class DenseThenExperts(nnx.Module):
         return x
 
 
+@pytest.mark.slow(but=2)
 @some_forms
 def test_dense_then_experts(form: Form) -> None:
     x = float_rows(BATCH, LENGTH, WIDTH)

@@ -77,6 +77,7 @@ def test_equals_plain_jnp_in_a_pipeline(name: str, schedule: str) -> None:
     check(Case(config_of(name, schedule=schedule), "stage=2,fsdp=2", packed=True))
 
 
+@pytest.mark.slow(but=5)
 @each_formula
 def test_counts_and_floors(name: str) -> None:
     """The number of parameters is that of the arrays, and a floor is found on a mesh."""

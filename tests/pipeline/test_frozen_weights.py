@@ -43,6 +43,7 @@ def _loss(_: None, y: jax.Array, __: Any) -> jax.Array:
     return jnp.sum(jnp.sin(y) ** 2)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 @pytest.mark.parametrize(
     "options",

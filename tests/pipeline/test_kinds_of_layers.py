@@ -254,7 +254,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("stage_layers", "form"), UNEVEN.values(), ids=UNEVEN)
 def test_uneven_stages(stage_layers: str, form: Form) -> None:
     layers = sum(map(int, stage_layers.split(","))) if stage_layers != "auto" else 5
@@ -299,6 +299,7 @@ class Deep(nnx.Module):
         return y, reported(y)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("form", [FORMS[name] for name in ("circular", "1F1B")], ids=str)
 @pytest.mark.parametrize("kinds", [1, 2])
 def test_padding_is_in_the_place_of_a_layer_of_the_model(kinds: int, form: Form) -> None:

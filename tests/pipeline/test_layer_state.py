@@ -195,6 +195,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("form", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_running_statistics(form: Form) -> None:
     check(Normalised, form)
@@ -488,6 +489,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("mesh", "options", "microbatches"), CACHES.values(), ids=CACHES)
 def test_each_microbatch_has_its_own_cache(mesh: str, options: Any, microbatches: int) -> None:
     """Tokens are decoded one by one, as by layers that have caches for the whole batch."""

@@ -159,7 +159,7 @@ def pipelined(case: Case, **options: Any) -> Any:
     )
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case)))
 def test_equals_the_sequential_loops(case: Case) -> None:
     """Loss, its parts and all gradients, with NaN in the buffers; and the loss alone."""

@@ -169,7 +169,7 @@ both_backwards = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow(but=12)
+@pytest.mark.slow(but=6)
 @both_backwards
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case)))
 def test_equals_the_sequential_loops(case: Case, accumulate: Any) -> None:

@@ -231,6 +231,7 @@ SPELLED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize(
     ("policy", "mode", "layers", "repeats", "layer_inputs", "group"),
     [
@@ -296,6 +297,7 @@ def test_every_policy_is_spelled_out() -> None:
     assert [*PROMISED, "none"] == [*POLICIES]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("mode", "layers"), [("explicit", 2), ("auto", 2), ("explicit", 5)])
 def test_none_keeps_what_every_other_policy_computes_again(mode: str, layers: int) -> None:
     """What the derivative of attention reads is there, and more than under `minimal` in all.
