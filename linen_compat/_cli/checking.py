@@ -9,8 +9,8 @@ from linen_compat.checkpoints import _check as checking
 from linen_compat.checkpoints._check import diagnose, read_everything
 from linen_compat.checkpoints._named_config import read_config
 from linen_compat.formats._comparison import first_of
+from linen_compat.formats._merged import adapter_of
 from linen_compat.formats._streams import Mismatch
-from linen_compat.formats.huggingface._peft import adapter_of
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._report.columns import Column, Columns, number_columns
 from nnx_pipeline.lab._report.output import check_writable, emit_json, show

@@ -42,7 +42,7 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
 
 
 adapter_option = click.option(
-    "--adapter", metavar="DIR", help="An adapter of PEFT (LoRA) to merge into the weights."
+    "--adapter", metavar="DIR", help="A LoRA adapter of PEFT or MaxText to merge into the weights."
 )
 
 

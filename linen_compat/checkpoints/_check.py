@@ -16,6 +16,7 @@ from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import Comparison, compare_to_load, first_of
 from linen_compat.formats._in_memory import for_mesh
 from linen_compat.formats._intact import Json, Unchanged
+from linen_compat.formats._merged import AnyAdapter, problems_of_adapter, without_merged
 from linen_compat.formats._names import PATHS_OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats._orbax.arrays import StoredArrays
 from linen_compat.formats._orbax.inspect import Inspection, inspect
@@ -26,8 +27,6 @@ from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import PARAMETERS, Mismatch, walk
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import TensorFolder, files_of
-from linen_compat.formats.huggingface._merged import problems_of_adapter
-from linen_compat.formats.huggingface._peft import Adapter
 from linen_compat.formats.huggingface._stream import is_huggingface
 from linen_compat.formats.huggingface._tensors import KNOWN_EXTRA
 from nnx_pipeline import Config, InputError, Mixtral
@@ -80,7 +79,9 @@ class FirstDifference:
     largest: float
 
 
-def diagnose(checkpoint: str | Path, config: Config, adapter: Adapter | None = None) -> Diagnosis:
+def diagnose(
+    checkpoint: str | Path, config: Config, adapter: AnyAdapter | None = None
+) -> Diagnosis:
     """Compares names, shapes, dtypes and the optimizer's counts with what a model needs, and those
     of an adapter with the model.
 
@@ -93,7 +94,7 @@ def diagnose(checkpoint: str | Path, config: Config, adapter: Adapter | None = N
             comparison.notes.extend(problems_of_adapter(adapter, checkpoint, config.model))
             layers = huggingface.folder_config(checkpoint).model.num_layers
             return Diagnosis(place(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
-        contents = inspect(checkpoint)
+        contents = without_merged(inspect(checkpoint), adapter)
         layout, judged = contents.layout, _judged(contents)
         comparison = compare_to_load(judged, config.model)
         comparison.notes.extend(problems_of_adapter(adapter, checkpoint, config.model))
@@ -132,7 +133,7 @@ def read_everything(
     diagnosis: Diagnosis,
     config: Config,
     *,
-    adapter: Adapter | None = None,
+    adapter: AnyAdapter | None = None,
     allow_nan: bool = False,
     progress: streams.Progress = streams.no_progress,
 ) -> int:
@@ -206,7 +207,7 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     source.check_files()  # after the arrays, whose errors name what is lost
 
 
-def _every_tensor(adapter: Adapter) -> Iterator[_Read]:
+def _every_tensor(adapter: AnyAdapter) -> Iterator[_Read]:
     for name in adapter.specs:  # a matrix B is zero before training
         yield _Read(name, adapter.read(name), PARAMETERS, may_be_zero=True)
 

@@ -6,6 +6,13 @@ from pathlib import Path
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import compare_leaves, compare_with_itself
 from linen_compat.formats._intact import Unchanged
+from linen_compat.formats._merged import (
+    MergedSource,
+    adapter_of,
+    files_of_adapter,
+    merged,
+    without_merged,
+)
 from linen_compat.formats._names import ORBAX, check_one_kind
 from linen_compat.formats._new_folder import Room, check_free, new_folder
 from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
@@ -17,8 +24,6 @@ from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import Mismatch, copy
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
-from linen_compat.formats.huggingface._merged import MergedSource, merged
-from linen_compat.formats.huggingface._peft import adapter_of, files_of_adapter
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import place
@@ -98,7 +103,7 @@ class From:
 
     Without a config that it must fit its layers must agree with each other. `parameters_only`
     leaves the optimizer's state behind, which may then be of any optimizer. `adapter` is the folder
-    of an adapter of PEFT to merge.
+    of an adapter of PEFT or MaxText to merge.
     """
 
     path: str | Path
@@ -169,10 +174,10 @@ def open_checkpoint(source: From) -> Opened:
     files = Unchanged(path, [*find_items(path).glob("**/*"), *files_of_adapter(adapter)])
     if adapter and config is None:
         raise InputError(
-            "--adapter needs --config for an Orbax checkpoint, which does not say by which names "
-            "PEFT knows its weights"
+            "--adapter needs --config for an Orbax checkpoint, which does not say of which model "
+            "its weights are"
         )
-    contents = whole = inspect(path)
+    contents = whole = without_merged(inspect(path), adapter)
     if source.format not in (AUTO, contents.layout.format):
         raise Mismatch(
             f"{whole.items} is {whole.layout.format}; pass --from {whole.layout.format} or auto"

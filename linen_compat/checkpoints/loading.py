@@ -9,13 +9,12 @@ from linen_compat.formats._arguments import check_folder, check_to_load
 from linen_compat.formats._comparison import compare_to_load
 from linen_compat.formats._in_memory import load_from
 from linen_compat.formats._intact import Unchanged
+from linen_compat.formats._merged import adapter_of, files_of_adapter, merged, without_merged
 from linen_compat.formats._orbax.inspect import Inspection, find_items, inspect
 from linen_compat.formats._orbax.stream import OrbaxSource
 from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import SourceOfParts
 from linen_compat.formats.huggingface._folder import files_of
-from linen_compat.formats.huggingface._merged import merged
-from linen_compat.formats.huggingface._peft import adapter_of, files_of_adapter
 from linen_compat.formats.huggingface._stream import HuggingFaceSource, config_for, is_huggingface
 from nnx_pipeline import Config, InputError, Mixtral
 
@@ -42,8 +41,8 @@ def load(
       (`jax.devices()[0]`). It must be able to hold the weights. Whether a batch splits over it is
       checked when the model is called. `model.config` has the largest number of repeats up to the
       config's into which the layers of a stage split.
-    - `adapter`: the folder of an adapter of PEFT (LoRA) for this model, which is merged into the
-      weights: computed in float32, rounded to the dtype in which the checkpoint has each of them.
+    - `adapter`: the folder of a LoRA adapter of PEFT or MaxText for this model, which is merged
+      into the weights: computed in float32, rounded to the dtype in which the checkpoint has each.
 
     Arrays are read one at a time, and of each array only the shards of devices of this process.
     Values are as stored, cast to `config.model.param_dtype`. No parameter keeps its initial value.
@@ -71,7 +70,7 @@ def load(
             "config_from_maxtext"
         )
     with Unchanged(find_items(checkpoint)), Unchanged("", files_of_adapter(added)):
-        source = open_source(inspect(checkpoint).parameters_alone, config)
+        source = open_source(without_merged(inspect(checkpoint), added).parameters_alone, config)
         return load_from(merged(source, added, checkpoint, config.model), config, mesh)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from linen_compat.formats import _names as naming
 from linen_compat.formats._names import ORBAX, OUTSIDE, QK_NORMS, Names, check_one_kind
 from linen_compat.formats._orbax import layouts
-from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
+from linen_compat.formats._orbax.inspect import Inspection
 from linen_compat.formats._orbax.layouts import NNX, PIPELINED, slashed
+from linen_compat.formats._orbax.leaves import SCALAR_PATHS
 from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import (
     GUARD,
@@ -182,6 +183,12 @@ def _compare(
     """`layers` has the number of layers of the model, and of those before the pipeline."""
     result = Comparison(ignored=[leaf.stored for leaf in contents.ignored.values()])
     result.extra.extend(leaf.stored for leaf in contents.unknown.values())
+    if contents.lora:
+        first, *others = contents.lora.values()
+        result.notes.append(
+            f"{first.stored} and {counted(len(others), 'other array')} are matrices of LoRA, which "
+            f"are not in the weights; give {contents.items} as --adapter (adapter of load) as well"
+        )
     for name, leaf in contents.scalars.items():
         result.add(leaf.stored, leaf.spec, leaf.shape if name in GUARD else (), None)
     layout, (num_layers, dense) = contents.layout, layers

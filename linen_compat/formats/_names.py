@@ -135,6 +135,11 @@ _ROUTED_ALWAYS = (EXPERTS_OF_DEEPSEEK[0], *EXPERTS_OF_DEEPSEEK[2:5])
 KV_DOWN = LATENT_ATTENTION[3]
 
 
+def input_axes(path: str) -> int:
+    """How many of the axes of a kernel, which are the first ones, are those of its input."""
+    return 2 if path.removeprefix(EARLY) == "attention.out" else 1
+
+
 def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names, ...]:
     return tuple(dataclasses.replace(entry, nnx=start + entry.nnx, group=group) for entry in names)
 

@@ -141,7 +141,9 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
         "YAML with model, pipeline and train, or a preset.",
     ),
     click.option(
-        "--adapter", metavar="DIR", help="An adapter of PEFT (LoRA) to merge into the weights."
+        "--adapter",
+        metavar="DIR",
+        help="A LoRA adapter of PEFT or MaxText to merge into the weights.",
     ),
 )
 @options.config_options(required=False)

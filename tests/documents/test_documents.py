@@ -50,7 +50,8 @@ def test_python_blocks_run(block, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", IN_ORDER)
 def test_blocks_run_one_after_the_other(page, tmp_path):
-    for block in (block for block in BLOCKS if block.page == page):
+    run = ("python", "sh")
+    for block in (block for block in BLOCKS if block.page == page and block.language in run):
         if block.language == "python":
             calls = [[block.text]]
         else:

@@ -26,6 +26,9 @@ from maxtext_data import (
     read,
     state_in,
 )
+from maxtext_data import (
+    write as write_by_orbax,
+)
 from object_stores import BUCKET, SERVERS, Server, environment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -141,6 +144,20 @@ def test_a_hugging_face_folder_goes_in_and_out(store: Store, bridge, tmp_path: P
     assert bridge("convert", there, tmp_path / "back", "--to", "huggingface").code == 0
     name = "model.safetensors"
     assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "here" / name).read_bytes()
+
+
+def test_an_adapter_of_maxtext(store: Store, tmp_path: Path) -> None:
+    query, here = "decoder/layers/self_attention/query/kernel_lora_", tmp_path / "adapter"
+    shapes = {"a": (16, 4, 2), "b": (2, 4, 24)}
+    write_by_orbax(
+        here, {query + name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    )
+    (here / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 3}')
+    one, other = (
+        linen_compat.load(LLAMA, adapter=folder) for folder in (here, store.put(here, "adapter"))
+    )
+    kernels = [model.pipeline.layers.attention.query[...] for model in (one, other)]
+    np.testing.assert_array_equal(*kernels)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "qwen3"])

@@ -7,23 +7,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from linen_compat.formats._names import BIASES, KV_DOWN, QK_NORMS
 from linen_compat.formats._orbax import corruption, layouts
-from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
+from linen_compat.formats._orbax.arrays import StoredArrays
 from linen_compat.formats._orbax.corruption import METADATA, unreadable
 from linen_compat.formats._orbax.layouts import NNX, slashed
+from linen_compat.formats._orbax.leaves import LORA, Leaves, leaves_of
 from linen_compat.formats._run_files import is_run, steps_of
 from linen_compat.formats._store_folder import COMMITTED, is_committed, require_done
 from linen_compat.formats._streams import (
     COPIES,
-    GUARD,
     MOMENTS,
     PARAMETERS,
-    SCALARS,
-    SEVERAL,
-    ArraySpec,
     Mismatch,
 )
 from nnx_pipeline import InputError
@@ -32,27 +27,12 @@ from nnx_pipeline.lab._files.stores import StorePath
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One stored array, without its values: its whole shape, its dtype's name, and its path."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    stored: str
-
-    @property
-    def spec(self) -> ArraySpec:
-        return ArraySpec(self.shape, np.dtype(self.dtype))
-
-
-Leaves = dict[str, Leaf]
-
-
-@dataclass(frozen=True)
 class Inspection:
     """The layout and the leaves of a checkpoint.
 
-    Parameters and moments are by their paths below `params/params`, or below `model` in the format
-    `nnx`; scalars by the names of `streams.SCALARS`; ignored and unknown leaves by whole paths.
+    Parameters, moments and matrices of LoRA are by their paths below `params/params`, or below
+    `model` in the format `nnx`; scalars by the names of `streams.SCALARS`; ignored and unknown
+    leaves by whole paths.
     `attention_scale` is None with latent attention, where the config says it.
     """
 
@@ -63,6 +43,7 @@ class Inspection:
     scalars: Leaves
     ignored: Leaves
     unknown: Leaves
+    lora: Leaves = dataclasses.field(default_factory=dict)
     attention_scale: float | None = 1.0
 
     @property
@@ -76,7 +57,7 @@ class Inspection:
     @property
     def other(self) -> Leaves:
         """Every leaf that is not a parameter, by its whole path."""
-        groups = (*self.moments.values(), self.scalars, self.ignored, self.unknown)
+        groups = (*self.moments.values(), self.scalars, self.ignored, self.unknown, self.lora)
         return {leaf.stored: leaf for group in groups for leaf in group.values()}
 
     @property
@@ -130,6 +111,7 @@ _OF_PARAMETER = re.compile(
 
 
 _CURE = "give a run, a step or its folder of arrays"
+_ADAPTER = "it is an adapter; give the folder of its model, and this one as --adapter"
 _UNMARKED = f"has no {COMMITTED}, which is written last: it was not finished"
 _COPIED = "where it is a copy known to be whole, put an empty file of that name into it"
 
@@ -185,7 +167,7 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
             "linen_compat.load, linen-compat check and linen-compat convert do"
         )
     elif (folder / "adapter_config.json").is_file():
-        cure = "it is an adapter; give the folder of its model, and this one as --adapter"
+        cure = _ADAPTER
     deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
     unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
     # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.
@@ -282,19 +264,11 @@ def _has_metadata(folder: Path) -> bool:
 def inspect(checkpoint: str | Path) -> Inspection:
     """Reads names, shapes and dtypes of a checkpoint, and works out its layout."""
     items = find_items(checkpoint)
-    corruption.check_index(items)  # names what is lost more clearly than opening an array does
-    groups: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
-    for stored, spec in array_specs(items).items():
-        group, name = _group(stored)
-        leaves = groups.setdefault(group, {})
-        if name in leaves:
-            raise Mismatch(
-                f"{items} holds {name} twice, as {leaves[name].stored} and as {stored}; "
-                "take a checkpoint that holds only one of them"
-            )
-        leaves[name] = Leaf(spec.shape, str(spec.dtype), stored)
+    groups = leaves_of(items)
     _check_step(items, groups["scalars"])
     parameters = groups[PARAMETERS]
+    if not parameters and groups[LORA]:
+        raise InputError(f"{items} holds matrices of LoRA alone: {_ADAPTER}")
     if not parameters:
         raise _of_another_model(items, groups["unknown"])
     layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
@@ -315,6 +289,7 @@ def inspect(checkpoint: str | Path) -> Inspection:
         scalars=groups["scalars"],
         ignored=groups["ignored"],
         unknown=groups["unknown"],
+        lora=groups[LORA],
         attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
     )
 
@@ -355,36 +330,3 @@ def _scale_of_maxtext(parameters: Leaves, layout: layouts.TreeLayout) -> float:
             if path.endswith(f"/{name}") and leaf.shape:
                 return layouts.scale_of_maxtext(leaf.shape[axis])
     return layouts.scale_of_maxtext(None)
-
-
-# What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's
-# NNX path saves parameters alone, there may be no `params` around them and a `value` at the end.
-_OURS = r"((?:embedding|norm|pipeline/layers|dense_layers)/.+|head)"
-_GROUPS = (
-    ("ignored", r"(nnx_aux/.+)"),
-    ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),
-    (PARAMETERS, rf"model/{_OURS}"),
-    *((part, rf"optimizer/{part}/{_OURS}") for part in (*MOMENTS, *COPIES)),
-    *((moment, rf"opt_state/0/{moment}/(?:params/)*(.+?)(?:/value)?") for moment in MOMENTS),
-    (PARAMETERS, r"(?:params/)+(.+?)(?:/value)?"),
-    (PARAMETERS, r"((?:token_embedder|decoder)/.+?)(?:/value)?"),
-)
-SCALAR_PATHS = {
-    "maxtext": dict(zip(SCALARS, ("step", "opt_state/0/count", "opt_state/2/count"), strict=True)),
-    "nnx": {
-        **dict(zip(SCALARS, ("step", "optimizer/count", "optimizer/schedule_count"), strict=True)),
-        **{name: f"optimizer/{name}" for name in (*GUARD, *SEVERAL)},
-    },
-}
-
-
-def _group(stored: str) -> tuple[str, str]:
-    """The group that a leaf belongs to, and its name in that group."""
-    for paths in SCALAR_PATHS.values():
-        for name, path in paths.items():
-            if stored in (path, f"{path}/value"):
-                return "scalars", name
-    for group, pattern in _GROUPS:
-        if match := re.fullmatch(pattern, stored):
-            return group, match.group(1)
-    return "unknown", stored

@@ -12,8 +12,9 @@ from linen_compat.formats._names import BIASES, PATHS_OUTSIDE, QK_NORMS, Names, 
 from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
 from linen_compat.formats._orbax.corruption import check_databases
-from linen_compat.formats._orbax.inspect import SCALAR_PATHS, Inspection
+from linen_compat.formats._orbax.inspect import Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
+from linen_compat.formats._orbax.leaves import SCALAR_PATHS
 from linen_compat.formats._streams import COPIES, MOMENTS, PARAMETERS, ArraySpec, array_title
 
 _PREFIXES = {
@@ -31,6 +32,13 @@ _PREFIXES = {
 def names_by_path(arrays: Mapping[str, object]) -> dict[str, Names]:
     """The names of each parameter of a model with these NNX paths."""
     return {names.nnx: names for group in of_model(arrays) for names in group}
+
+
+def scale_in_maxtext(arrays: Mapping[str, ArraySpec]) -> float | None:
+    """The attention scale for which MaxText has the query kernels of a model; see `LayerSource`."""
+    apart = (arrays.get(names.nnx) for names in (QK_NORMS[0], BIASES[0]))
+    head_dim = next((one.shape[-1] for one in apart if one), None)
+    return streams.scale_in_arrays(arrays, scale_of_maxtext(head_dim))
 
 
 def read_scalars(contents: Inspection) -> dict[str, np.ndarray]:
@@ -123,9 +131,7 @@ class OrbaxDestination:
         self.parts = tuple(_PREFIXES[self._family])
         self.attention_scale = source.attention_scale  # which `nnx` stores
         if self._family == "maxtext":
-            apart = (self._arrays.get(names.nnx) for names in (QK_NORMS[0], BIASES[0]))
-            scale = scale_of_maxtext(next((one.shape[-1] for one in apart if one), None))
-            self.attention_scale = streams.scale_in_arrays(self._arrays, scale)
+            self.attention_scale = scale_in_maxtext(self._arrays)
         self._names = names_by_path(self._arrays)
         self._files = NewArrays(folder, durable=durable)
         self._written = set[tuple[str, str, int | None]]()

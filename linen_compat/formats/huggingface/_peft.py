@@ -20,15 +20,14 @@ from linen_compat.formats.huggingface._tensors import Index
 from linen_compat.formats.huggingface.config import read_json
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._files import place
-from nnx_pipeline.lab._files.stores import StorePath
-from nnx_pipeline.lab.errors import note, shown
+from nnx_pipeline.lab.errors import shown
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-_READ = ("r", "lora_alpha", "target_modules", *_PATTERNS)
+PATTERNS = ("rank_pattern", "alpha_pattern")
+_READ = ("r", "lora_alpha", "target_modules", *PATTERNS)
 _AT_START = (True, False, None, "gaussian", "eva", "orthogonal")
 _NO_PRODUCT = "it is not the product of two matrices that is merged here"
 _ONLY: Only = {
@@ -97,6 +96,10 @@ class Adapter:
             self.pairs[f"{module}.weight"] = self._pair(module, parts)
 
     @property
+    def files(self) -> list[Path]:
+        return [self.folder / name for name in (CONFIG, TENSORS)]
+
+    @property
     def specs(self) -> Mapping[str, ArraySpec]:
         """Shape and dtype of each tensor of the adapter itself."""
         return self._tensors.specs
@@ -144,7 +147,7 @@ class Adapter:
         a, b = (("embedding_" if embedding else "") + letter for letter in "AB")
         if parts.keys() != {a, b}:
             raise Mismatch(f"{next(iter(parts.values()))} in {self.folder} has no second matrix")
-        if not _is_target(self._values.get("target_modules"), module):
+        if not is_target(self._values.get("target_modules"), module):
             raise Mismatch(f"{parts[a]} in {self.folder} is not among its target_modules")
         rank = _by_pattern(self._values, "rank_pattern", "r", module)
         alpha = _by_pattern(self._values, "alpha_pattern", "lora_alpha", module)
@@ -160,38 +163,24 @@ class Adapter:
         return (inputs, outputs) if pair.is_embedding else (outputs, inputs)
 
 
-def adapter_of(folder: str | Path | None, checkpoint: str | Path) -> Adapter | None:
-    """The adapter in a folder; notes one that lies beside a model and is another one."""
-    taken = None if folder is None else Adapter(folder)
-    for file in sorted(place(checkpoint).glob("adapter_*"))[:1]:  # one has several files
-        if taken is None or not _are_same(taken.folder, file.parent):
-            note(
-                f"{file} is an adapter beside the model and is not read; if the model is meant "
-                "with it, give its folder as --adapter (adapter of load), or merge it first "
-                "(merge_and_unload of peft)"
-            )
-    return taken
-
-
-def _are_same(one: Path, other: Path) -> bool:
-    if isinstance(one, StorePath) or isinstance(other, StorePath):
-        return str(one) == str(other)
-    return one.samefile(other)
-
-
-def files_of_adapter(adapter: Adapter | None) -> list[Path]:
-    return [] if adapter is None else [adapter.folder / name for name in (CONFIG, TENSORS)]
-
-
 def _read_values(folder: Path) -> Keys:
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
             raise InputError(
                 f"{folder} holds no {name}; give the folder of an adapter as PEFT saves it (no "
-                "pickle, no Orbax checkpoint of MaxText's LoRA)"
+                "pickle), or as MaxText does (an Orbax checkpoint)"
             )
-    values = read_json(folder / CONFIG)
-    where = folder / CONFIG
+    values = checked_values(folder / CONFIG)
+    if "peft_type" not in values:
+        raise InputError(
+            f"{folder / CONFIG}: peft_type is missing; it is 'LORA' where PEFT saved an adapter"
+        )
+    return values
+
+
+def checked_values(where: Path) -> Keys:
+    """The values of an adapter's config; raises InputError for any that is not computed here."""
+    values = read_json(where)
     for key, value in values.items():
         allowed, reason = _ONLY.get(key, ((), ""))
         if allowed and not any(value is one or value == one for one in allowed):
@@ -200,15 +189,13 @@ def _read_values(folder: Path) -> Keys:
             )
         if value and key not in (*_READ, *_ONLY, *_IGNORED):
             raise InputError(f"{where}: {key}={shown(value)} is not a known key of LoRA")
-    if "peft_type" not in values:
-        raise InputError(f"{where}: peft_type is missing; it is 'LORA' where PEFT saved an adapter")
     for key in ("r", "lora_alpha"):
-        _number(key, values.get(key))
-    for key in _PATTERNS:
+        check_number(where, key, values.get(key))
+    for key in PATTERNS:
         if not isinstance(values.get(key) or {}, dict):
             raise InputError(f"{where}: {key}={shown(values[key])} is not an object")
         for pattern, value in (values.get(key) or {}).items():
-            _number(f"{key}.{pattern}", value)
+            check_number(where, f"{key}.{pattern}", value)
     return values
 
 
@@ -223,16 +210,18 @@ def _by_pattern(values: Keys, patterns: str, usual: str, module: str) -> float:
     return float(values[usual])
 
 
-def _number(key: str, value: Any) -> None:
-    is_rank = key == "r" or key.startswith(_PATTERNS[0])
+def check_number(file: Path, key: str, value: Any) -> None:
+    """Raises InputError for what is no rank, or no alpha."""
+    is_rank = key == "r" or key.startswith(PATTERNS[0])
     number = isinstance(value, int if is_rank else int | float) and not isinstance(value, bool)
     if number and -math.inf < value < math.inf and (value >= 1 or not is_rank):
         return
     what = "a whole number of 1 or more" if is_rank else "a number"
-    raise InputError(f"{CONFIG}: {key}={shown(value)} is not {what}")
+    raise InputError(f"{file}: {key}={shown(value)} is not {what}; state that of the training")
 
 
-def _is_target(targets: object, module: str) -> bool:
+def is_target(targets: object, module: str) -> bool:
+    """Whether a module is among the `target_modules` of an adapter."""
     if targets is None or targets == "all-linear":
         return True
     if isinstance(targets, str):

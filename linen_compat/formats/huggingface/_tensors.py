@@ -45,7 +45,6 @@ _FLAT = (*(names.nnx for names in naming.BIASES), *_NORMS_OF_HEADS)
 _ROTATED = ("attention.query", "attention.key", *_FLAT[:2], *_NORMS_OF_HEADS)
 _OF_EXPERTS = tuple(names.nnx for names in naming.EXPERT_BIASES[1:])
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
-_INPUT_AXES = {"attention.out": 2}  # how many axes of a kernel here are inputs; 1 for all others
 _EXPERT = "<expert>"
 
 
@@ -151,7 +150,7 @@ class Tensors:
             for expert in array:
                 yield expert.T
         else:
-            inputs = math.prod(array.shape[: _INPUT_AXES.get(_inner(path), 1)])
+            inputs = math.prod(array.shape[: naming.input_axes(path)])
             yield array.reshape(inputs, -1).T
 
     def _name(self, path: str) -> str:
@@ -195,7 +194,7 @@ class Tensors:
         shape = self.arrays[path].shape
         if self._is_stack(path):
             return shape[-1]
-        return math.prod(shape[_INPUT_AXES.get(_inner(path), 1) :])
+        return math.prod(shape[naming.input_axes(path) :])
 
     def _all_outputs(self, path: str) -> int:
         """How many rows its tensor has."""
@@ -221,7 +220,7 @@ class Tensors:
         if self._is_stack(path):
             whole = (shape[0],) if _EXPERT not in self._name(path) else ()
             return *whole, outputs, shape[1]
-        return outputs, math.prod(shape[: _INPUT_AXES.get(_inner(path), 1)])
+        return outputs, math.prod(shape[: naming.input_axes(path)])
 
     def _of_rows(self, path: str, name: str, read: Read) -> Callable[[Index], np.ndarray]:
         """A function that reads parts of one array's rows of a tensor `[…, out, in]`."""
@@ -267,7 +266,7 @@ def _kernel(
     path: str, read: Callable[[Index], np.ndarray], index: Index, shape: tuple[int, ...]
 ) -> np.ndarray:
     """A part of a kernel of this shape, from its tensor `[out, in]`, of which `read` gives any."""
-    axes = _INPUT_AXES.get(_inner(path), 1)
+    axes = naming.input_axes(path)
     chosen = [len(range(size)[cut]) for cut, size in zip(index, shape, strict=True)]
     inputs, outputs = _rows(index[:axes], shape[:axes]), _rows(index[axes:], shape[axes:])
     # A slice of the first axis of a group is a contiguous range of the tensor, and only that is
