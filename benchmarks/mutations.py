@@ -1,4 +1,4 @@
-"""148 mutations of the code, and whether the tests that should catch each of them do.
+"""146 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
