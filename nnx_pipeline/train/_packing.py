@@ -58,18 +58,17 @@ def packed(documents: list[np.ndarray], length: int) -> Stream:
     A longer one is cut into pieces of `length` tokens, each of which begins with the last token of
     the one before it, so that every token but the first is a target once.
     """
-    begins, sizes, start = [], [], 0
-    for document in documents:
-        cuts = np.arange(0, len(document) - 1, length - 1)
-        begins.append(start + cuts)
-        sizes.append(np.minimum(len(document) - cuts, length))
-        start += len(document)
-    all_begins, all_sizes = (np.concatenate([np.zeros(0, int), *x]) for x in (begins, sizes))
-    sequences = best_fit(all_sizes, length)
+    whole = np.array([len(document) for document in documents], int)
+    counts = -(-np.maximum(whole - 1, 0) // (length - 1))
+    owner = np.repeat(np.arange(len(whole)), counts)
+    cuts = (np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]) * (length - 1)
+    begins = (np.cumsum(whole) - whole)[owner] + cuts
+    sizes = np.minimum(whole[owner] - cuts, length)
+    sequences = best_fit(sizes, length)
     order = np.argsort(sequences, kind="stable")
     first = np.searchsorted(sequences[order], np.arange(sequences.max(initial=-1) + 2))
     tokens = np.concatenate([np.zeros(0, np.uint8), *documents])
-    return Stream(tokens, length, Pieces(first, all_begins[order], all_sizes[order]))
+    return Stream(tokens, length, Pieces(first, begins[order], sizes[order]))
 
 
 def best_fit(sizes: np.ndarray, length: int) -> np.ndarray:

@@ -108,7 +108,8 @@ def _checked(
     """What a source gave, with its tokens as int32."""
     given = rows if isinstance(rows, Sequences) else Sequences(rows)
     for name, value in given._asdict().items():
-        if name != "tokens" and value is not None and value.shape != (shape[0], shape[1] - 1):
+        of_tokens = getattr(value, "shape", None) == (shape[0], shape[1] - 1)
+        if name != "tokens" and value is not None and not of_tokens:
             raise InputError(
                 f"the source {source} gave {name} {kind_of(value)}; give a number for each token "
                 f"but the last of a row, {[shape[0], shape[1] - 1]}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab import _ending as ending
-from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab.errors import InputError
@@ -68,6 +67,7 @@ class Texts:
             )
         if not self.files:
             return None
+        from nnx_pipeline.lab._cli.progress import progress
         from nnx_pipeline.train._text import read_data
 
         end, slow = self._end(), any(map(_takes_long, self.files))
