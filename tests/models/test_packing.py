@@ -1,7 +1,5 @@
 """Documents in sequences: none is torn or meets another, and an epoch has each sequence once."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -97,7 +95,16 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(end: int | None) -> 
         assert found == pytest.approx(np.mean(entropy), rel=1e-5)
 
 
-def test_a_stream_is_cut_where_sequences_end(tmp_path: Path) -> None:
+def test_what_is_left_of_a_sequence_is_padding() -> None:
+    """Segment 0, which no expert has room for, and weight 0; past the end all is."""
+    documents = [np.array([3, 4, END]), np.array([5, END])]
+    rows = Packed((packed(documents, LENGTH),), 8, END).numbered(range(2))
+    np.testing.assert_array_equal(rows.tokens, [[3, 4, END, 5, END, 0, 0, 0, 0], [0] * 9])
+    np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 2, 2, 0, 0, 0], [0] * 8])
+    np.testing.assert_array_equal(rows.weights, [[1, 1, 0, 1, 0, 0, 0, 0], [0] * 8])
+
+
+def test_a_stream_is_cut_where_sequences_end() -> None:
     """Its documents are segments; each token but the first is a target or the first of another."""
     tokens = np.array([3, 4, END, 5, 6, 7, 8, END, 9, 10, 11, 12], np.uint16)
     rows = Packed((Stream(tokens, 6),), 8, END).numbered(range(2))
