@@ -16,7 +16,7 @@ from helpers import Run, mesh_of, missing, new_model, small_config
 
 from linen_compat.checkpoints import _offered as linen_checkpoints
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.train import _text as reading
+from nnx_pipeline.train import _token_files as reading
 from nnx_pipeline.train import read_data
 from nnx_pipeline.train._held_out import bigram_entropy, bigram_of, entropy_of
 from nnx_pipeline.train._packing import Packed, Stream
@@ -105,6 +105,10 @@ def test_texts_become_tokens_by_a_file(tmp_path: Path) -> None:
             read_data([texts], config, tokenizer=tokenizer_in(tmp_path / "words", ends))
     again = read_data([texts], config, tokenizer=str(tmp_path / "words"), end_token=5)
     assert again.digest == found.digest
+    file = tmp_path / "words" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"b": 3', '"b": 9'))
+    with pytest.raises(InputError, match=r"becomes the token 9, and model.vocab_size=6 has tokens"):
+        read_data([texts], config, tokenizer=str(file), end_token=5)
 
 
 TOKENS = np.arange(400, dtype=np.uint32) % 200
@@ -151,6 +155,8 @@ def test_what_the_digest_sees_of_a_large_file(
     assert digests[-1] == digests[-2], "neither 500 nor 10 is in a block"
     file = written(tmp_path, tokens[1:], "a.bin:u2")
     assert read_data([file], OF_BYTES, end_token=0).digest not in digests
+    blocks = list(reading.blocks(np.arange(1000), files=7))
+    assert [block[0] for block in blocks] == [0, 990], "of many files the ends alone"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +202,11 @@ def test_lines_that_hold_no_text(tmp_path: Path, line: str, message: str) -> Non
     [
         ("a.bin", TOKENS, "has numbers of unknown size; give .*a.bin:uint16 or .*a.bin:uint32"),
         ("a.bin:int64", TOKENS, "has numbers of unknown size"),
-        ("a.bin:uint16", TOKENS, "every other number of .*a.bin:uint16 is 0, as in uint32; give"),
+        (
+            "a.bin:uint16",
+            TOKENS,
+            "every other number of .*a.bin:uint16 is 0 or less, as in uint32",
+        ),
         ("a.bin:uint32", TOKENS.astype(np.uint16), "has the token .*, which is not in the vocab"),
         ("a.bin:uint32", TOKENS.astype(np.uint16)[1:], "its 798 bytes are no whole number of"),
         ("a.bin:uint32", TOKENS[:80], "has 8 tokens that are held out, and a sequence 9 or more"),
