@@ -863,10 +863,22 @@ MUTATIONS = (
         "test_resume",
     ),
     Mutation(
-        "nnx_pipeline/train/_text.py",
-        "min(batch, count - first)",
-        "batch",
+        "nnx_pipeline/train/_held_out.py",
+        "mean * targets, weight",
+        "mean, weight",
         "test_text",
+    ),
+    Mutation(
+        "nnx_pipeline/train/_packing.py",
+        "is_filled[:, 1:] & ~begins[:, 1:]",
+        "is_filled[:, 1:]",
+        "test_packing",
+    ),
+    Mutation(
+        "nnx_pipeline/train/_packing.py",
+        "self._number(batch * self.batch_size + row)",
+        "self._number(batch + row)",
+        "test_packing",
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",

@@ -20,8 +20,8 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
 
 if TYPE_CHECKING:
-    from nnx_pipeline.generate._tokenizers import Tokenizer
     from nnx_pipeline.generate.loop import Request
+    from nnx_pipeline.train._tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Prompts:
             raise InputError("give either --prompt or --tokens, once or several times")
         if self.token_lists and self.tokenizer is None:
             return None
-        from nnx_pipeline.generate._tokenizers import tokenizer_for
+        from nnx_pipeline.train._tokenizers import tokenizer_for
 
         return tokenizer_for(self.tokenizer, checkpoint, vocab_size)
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from nnx_pipeline.lab._lazy import lazy
 
 if TYPE_CHECKING:
-    from nnx_pipeline.train.data import Source, batches, learnable_batches
+    from nnx_pipeline.train._text import Data, read_data
+    from nnx_pipeline.train.data import Sequences, Source, batches, learnable_batches
     from nnx_pipeline.train.lint import lint_step
     from nnx_pipeline.train.loop import Step, train
     from nnx_pipeline.train.optimizer import make_optimizer
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "Data",
     "Metrics",
+    "Sequences",
     "Source",
     "Step",
     "TrainState",
@@ -42,6 +45,7 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "make_state",
+    "read_data",
     "several_processes",
     "train",
 ]

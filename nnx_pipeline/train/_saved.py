@@ -23,7 +23,7 @@ FREE = ("learning_rate", "schedule_steps", "max_skipped_steps", "spike_factor", 
 
 @dataclass(frozen=True)
 class Origin:
-    """What decides the batches beside the config; `text` is `Texts.digest`, if any."""
+    """What decides the batches beside the config; `text` is `Data.digest`, if any."""
 
     seed: int
     text: str | None
@@ -95,7 +95,7 @@ class SavedRun:
             fault = "is another text than that" if origin.text else "is missing: there is a text"
             raise InputError(
                 f"--data {fault} on which the run in {run} was trained; give the same files in the "
-                "same order"
+                "same order, with the same --tokenizer and --end-token"
             )
 
     def _check_microbatches(self, config: Config, stages: int) -> None:

@@ -1,134 +1,225 @@
-"""Texts as training data: their bytes are the tokens, and a tenth of each is held out."""
+"""Data to train on: texts, which become tokens, or files of tokens; a part of each is held out."""
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab._files import MOST_TEXT, read_text
-from nnx_pipeline.lab.errors import InputError
-from nnx_pipeline.modules.decoder import Mixtral
-from nnx_pipeline.sharding.layout import Layout
-from nnx_pipeline.train.data import by_rows
-from nnx_pipeline.train.step import Batch, batch_sharding, loss_of
+from nnx_pipeline.lab.errors import InputError, once, unparsed
+from nnx_pipeline.train._packing import Packed, Stream, packed
+from nnx_pipeline.train._token_files import (
+    Parts,
+    blocks,
+    enough,
+    held_out_of,
+    holds_tokens,
+    parts_of_tokens,
+)
+from nnx_pipeline.train._tokenizers import Bytes, Tokenizer, tokenizer_of
 
-BYTE_VALUES = 256  # token ids of text: one for each value of a byte
-END = 0  # the byte that ends a document; no text has it
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The first nine tenths of each document as int32 tokens, and the rest, each with `END`."""
-
-    training: np.ndarray
-    held_out: np.ndarray
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the tokens; files in another order are another text."""
-        # Every document ends with a byte that no document has, so that the cuts count too.
-        return hashlib.sha256(self.training.tobytes() + self.held_out.tobytes()).hexdigest()
-
-
-def read_texts(paths: Sequence[str], config: Config) -> Texts:
-    """The documents in some text files in UTF-8, one in each."""
-    vocabulary, length = config.model.vocab_size, config.train.sequence_length
-    if vocabulary < BYTE_VALUES:
-        raise InputError(
-            f"--data is read as bytes, and model.vocab_size={vocabulary} has no token for some of "
-            f"them; --set model.vocab_size={BYTE_VALUES}"
-        )
-    training, held_out = [], []
-    for path in paths:
-        document = read_text(path, MOST_TEXT).encode()
-        if END in document:
-            raise InputError(
-                f"{path} contains a byte 0, which is the token that ends a document; remove it"
-            )
-        cut = len(document) * 9 // 10
-        training.append(document[:cut] + bytes([END]))
-        held_out.append(document[cut:] + bytes([END]))
-    joined = (np.frombuffer(b"".join(parts), np.uint8) for parts in (training, held_out))
-    texts = Texts(*(tokens.astype(np.int32) for tokens in joined))
-    if len(texts.held_out) <= length:
-        raise InputError(
-            "the tenth of each file of --data that is held out, with a token that ends it, makes "
-            f"{len(texts.held_out)} tokens, and a sequence needs {length + 1}; give more text, or "
-            "lower train.sequence_length"
-        )
-    return texts
+NO_END = "none"
+EndToken = int | Literal["none"] | None
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Sequences that begin anywhere in a text, drawn at random; a `train.data.Source`."""
+class Data:
+    """What `read_data` has read.
 
-    tokens: np.ndarray
-    seed: int
-
-    def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        last = len(self.tokens) - length
-        starts = [np.random.default_rng((self.seed, batch, row)).integers(last + 1) for row in rows]
-        return np.stack([self.tokens[start : start + length] for start in starts])
-
-
-@jax.jit
-def _entropy(model: Mixtral, batch: Batch) -> jax.Array:
-    """The cross-entropy; jitted here, so that it is compiled once for all saved steps."""
-    return loss_of(model, batch)[1][0]
-
-
-def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
-    """The mean cross-entropy of a model on a text, in nats per token.
-
-    The text is cut into sequences one after the other; what is left at the end is left out.
+    - `training`: a `Source`; an epoch visits each sequence once, in an order of its own.
+    - `held_out`: the sequences of the part that is not trained on, once.
+    - `digest`: SHA-256 of what decides the sequences; of a large file of tokens it sees its size
+      and some blocks.
+    - `held_out_bytes`: of the texts that are held out; None for tokens of unknown texts.
+    - `tokens_are_bytes`: whether the tokens are the bytes of texts.
     """
-    train = model.config.train
-    contexts, targets = in_sequences(tokens, train.sequence_length)
-    count, batch = len(contexts), train.global_batch
-    shape, sharding = (batch, train.sequence_length), batch_sharding(mesh, Layout())
-    total = 0.0
-    for first in range(0, count, batch):
 
-        def rows(array: np.ndarray, first: int = first) -> jax.Array:
-            part = array[first : first + batch]
-            # The last batch is filled up with sequences of weight 0.
-            filled = np.pad(part, ((0, batch - len(part)), (0, 0)))
-            return by_rows(shape, sharding, lambda start, stop: filled[start:stop])
-
-        weights = np.ones(contexts.shape, np.float32)
-        with jax.set_mesh(mesh):
-            mean = _entropy(
-                model, Batch(tokens=rows(contexts), targets=rows(targets), weights=rows(weights))
-            )
-        total += float(mean) * min(batch, count - first)
-    return total / count
+    training: Packed
+    held_out: Packed
+    digest: str
+    held_out_bytes: int | None = None
+    tokens_are_bytes: bool = False
 
 
-def bigram_entropy(training: np.ndarray, held_out: np.ndarray, length: int) -> float:
-    """The cross-entropy of a bigram model on the targets of `entropy_of`, in nats per token.
+def read_data(
+    paths: Sequence[str],
+    config: Config,
+    *,
+    seed: int = 0,
+    tokenizer: str | None = None,
+    end_token: EndToken = None,
+) -> Data:
+    """Reads texts or files of tokens, and packs them into sequences for a config.
 
-    Its counts are from `training`. P(b | a) = (n(a, b) + k · P(b)) / (n(a) + k), with P(b) = (n(b)
-    + 1) / (n + 256) for a text of n bytes. The k is the best of several for the held-out text
-    itself, so that the entropy is as low as this smoothing can make it.
+    - `paths`: texts in UTF-8, each a document; `.jsonl`, where the `text` of each line is one; or
+      tokens: one array of integers in `.npy`, or numbers without a header in `NAME.bin:uint16` or
+      `NAME.bin:uint32`, which are mapped into memory.
+    - `config`: gives the vocabulary, the batch, and the length of a sequence.
+    - `seed`: of the order of the sequences.
+    - `tokenizer`: a `tokenizer.json` or its folder; None for the bytes of texts.
+    - `end_token`: the one after each document; "none" for documents that run on into each other;
+      None for 0 with bytes, and else the one `eos_token_id` beside the tokenizer.
+
+    Raises InputError for what cannot be read or holds no sequence, and where the end of a document
+    would be a guess.
     """
-    pairs = np.zeros((BYTE_VALUES, BYTE_VALUES))
-    np.add.at(pairs, (training[:-1], training[1:]), 1)
-    single = (np.bincount(training, minlength=BYTE_VALUES) + 1) / (len(training) + BYTE_VALUES)
-    contexts, targets = (part.reshape(-1) for part in in_sequences(held_out, length))
-    seen, after = pairs[contexts, targets], pairs.sum(axis=1)[contexts]
-    return min(
-        float(-np.mean(np.log((seen + k * single[targets]) / (after + k))))
-        for k in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+    are_tokens = {holds_tokens(path) for path in paths}
+    if len(are_tokens) != 1:
+        raise InputError(
+            f"--data {', '.join(paths)} is texts and tokens; give files of one kind"
+            if paths
+            else "no file to train on is given; name one or more"
+        )
+    vocab_size, of_bytes = config.model.vocab_size, False
+    if are_tokens == {True}:
+        end = _checked_end(_end_of_tokens(paths[0], tokenizer, end_token), vocab_size)
+        parts = parts_of_tokens(paths, config)
+    else:
+        reads = _tokenizer(tokenizer or "bytes", vocab_size)
+        end = _checked_end(_end_of_texts(reads, end_token), vocab_size)
+        parts, of_bytes = _parts_of_texts(paths, config, reads, end), isinstance(reads, Bytes)
+    size = config.train.global_batch
+    return Data(
+        Packed(parts.training, size, end, seed),
+        Packed(parts.held_out, size, end),
+        _digest(parts, end),
+        parts.held_out_bytes,
+        of_bytes,
     )
 
 
-def in_sequences(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """A text as sequences and their targets, `[sequences, length]` each."""
-    count = (len(tokens) - 1) // length
-    whole = count * length
-    return tokens[:whole].reshape(count, length), tokens[1 : whole + 1].reshape(count, length)
+def _tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    found = tokenizer_of(name)
+    if found.vocab_size > vocab_size:
+        raise InputError(
+            f"--data is read as {found.vocab_size} different tokens (--tokenizer {name}), and "
+            f"model.vocab_size={vocab_size} has no place for some of them; --set "
+            f"model.vocab_size={found.vocab_size}"
+        )
+    return found
+
+
+def _checked_end(end: int | None, vocab_size: int) -> int | None:
+    if end is not None and not 0 <= end < vocab_size:
+        raise InputError(
+            f"the token {end} is to end documents, and is not in the vocabulary; give --end-token "
+            f"from 0 to {vocab_size - 1} (model.vocab_size={vocab_size})"
+        )
+    return end
+
+
+def _parts_of_texts(
+    paths: Sequence[str], config: Config, tokenizer: Tokenizer, end: int | None
+) -> Parts:
+    length, held_out_bytes = config.train.sequence_length + 1, 0
+    documents: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for path in paths:
+        halves = _texts_of(path, len(paths), length)
+        for found, texts in zip(documents, halves, strict=True):
+            found.extend(_tokens_of(path, texts, tokenizer, end, config.model.vocab_size))
+        held_out_bytes += sum(len(text.encode()) for text in halves[1])
+    if end is None:
+        joined = (np.concatenate([np.zeros(0, np.uint8), *arrays]) for arrays in documents)
+        streams = [Stream(tokens, length) for tokens in joined]
+    else:
+        streams = [packed(arrays, length) for arrays in documents]
+    training = enough(streams[0], "--data", "to train on")
+    held_out = enough(streams[1], "--data", "that are held out")
+    return Parts((training,), (held_out,), held_out_bytes)
+
+
+def _texts_of(path: str, files: int, length: int) -> tuple[list[str], list[str]]:
+    """The documents of a file to train on, and those to hold out: lines, or the end of a text."""
+    text = read_text(path, MOST_TEXT)
+    if not path.endswith(".jsonl"):
+        cut = len(text) - held_out_of(len(text), files, length)
+        return [text[:cut]], [text[cut:]]
+    lines = enumerate(text.split("\n"), 1)
+    texts = [_text_of_line(f"line {at} of {path}", line) for at, line in lines if line.strip()]
+    cut = len(texts) - held_out_of(len(texts), files, length)
+    return texts[:cut], texts[cut:]
+
+
+def _text_of_line(where: str, line: str) -> str:
+    try:
+        values = json.loads(line, object_pairs_hook=once)
+        text = values["text"] if isinstance(values, dict) else None
+        if not isinstance(text, str):
+            raise KeyError
+        text.encode()
+    except KeyError:
+        raise InputError(
+            f'{where} has no text; each line of a .jsonl is an object {{"text": "…"}}'
+        ) from None
+    except UnicodeError as error:
+        raise InputError(f"{where} is not text in UTF-8; correct the line") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {unparsed(error)}") from error
+    return text
+
+
+def _tokens_of(
+    path: str, texts: list[str], tokenizer: Tokenizer, end: int | None, vocab_size: int
+) -> Iterator[np.ndarray]:
+    """The tokens of each text, and the end token after them."""
+    dtype = np.min_scalar_type(vocab_size - 1)
+    for tokens in tokenizer.arrays(texts):
+        if tokens.max(initial=0) >= vocab_size:
+            raise InputError(
+                f"{path} becomes the token {tokens.max()}, and model.vocab_size={vocab_size} has "
+                "tokens below that; set it to more, or give another --tokenizer"
+            )
+        tokens = tokens.astype(dtype, copy=False)
+        if end is None:
+            yield tokens
+            continue
+        if len(tokens) and tokens[-1] == end:  # some tokenizers put it there
+            tokens = tokens[:-1]
+        if end in tokens:
+            raise InputError(
+                f"{path} contains the token {end} in a text, which is the one that ends a "
+                "document; remove it, or give another --end-token"
+            )
+        yield np.append(tokens, dtype.type(end))
+
+
+def _end_of_texts(tokenizer: Tokenizer, given: EndToken) -> int | None:
+    if given == NO_END:
+        return None
+    if given is not None:
+        return int(given)
+    if len(tokenizer.end_tokens) != 1:
+        ends = ", ".join(map(str, tokenizer.end_tokens)) or "none"
+        raise InputError(
+            f"the files beside --tokenizer say eos_token_id: {ends}, and one token ends a "
+            "document; give it as --end-token ID, or none where documents run on into each other"
+        )
+    return tokenizer.end_tokens[0]
+
+
+def _end_of_tokens(path: str, tokenizer: str | None, given: EndToken) -> int | None:
+    if tokenizer is not None:
+        raise InputError(
+            f"--tokenizer {tokenizer} is for texts, and --data {path} holds tokens; leave it out"
+        )
+    if given is None:
+        raise InputError(
+            f"--data {path} does not say which of its tokens ends a document; give --end-token "
+            "ID, or none where documents run on into each other"
+        )
+    return None if given == NO_END else int(given)
+
+
+def _digest(parts: Parts, end: int | None) -> str:
+    digest = hashlib.sha256(f"packed {end}".encode())
+    for stream in (*parts.training, *parts.held_out):
+        whole = not isinstance(stream.tokens, np.memmap)
+        digest.update(f" {len(stream.tokens)} {stream.tokens.dtype} {whole}".encode())
+        arrays = [stream.tokens] if whole else blocks(stream.tokens, len(parts.training))
+        for array in (*arrays, *(stream.pieces or ())):
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -18,11 +18,25 @@ from nnx_pipeline.train.step import Batch, batch_sharding
 FOLLOWS_RULE = 0.9  # the share of tokens that follow the rule; the others are drawn uniformly
 
 
+class Sequences(NamedTuple):
+    """Sequences of `length` tokens, the last of which is a target alone.
+
+    - `tokens`: ids below `model.vocab_size`, integers `[rows, length]`.
+    - `weights`, `positions`, `segment_ids`: `[rows, length - 1]`, of the tokens but the last, as in
+      `Batch`; None for weights of 1, and for what a batch has without the others.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    segment_ids: np.ndarray | None = None
+
+
 class Source(Protocol):
     """Where the sequences of batches come from."""
 
-    def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Token ids below `model.vocab_size`, integers `[rows, length]`.
+    def sequences(self, batch: int, rows: range, length: int) -> np.ndarray | Sequences:
+        """These rows of a batch, or their tokens alone.
 
         Each sequence depends on the numbers of batch and row alone, which are counted from 0.
         """
@@ -45,7 +59,8 @@ def batches(
     - `first`: the number of the first batch. A batch depends on its number alone, so that training
       goes on after k steps with batch k.
     - `layout`: its `whole_batch` says which mesh axes the batch is sharded over.
-    - `segment_ids`: whether batches have segment ids; each row is one segment.
+    - `segment_ids`: whether batches have segment ids where the source gives none; each row is then
+      one segment.
 
     Raises InputError where the batch does not split over the devices that share it, and where the
     source gives anything but token ids of that shape.
@@ -61,20 +76,45 @@ def batches(
         return placed(lambda start, stop: np.ones((stop - start, length), dtype))
 
     def batch(number: int) -> Batch:
-        # Several devices, and tokens and targets, read the same sequences.
-        @functools.cache
-        def drawn(start: int, stop: int) -> np.ndarray:
-            rows = source.sequences(number, range(start, stop), length + 1)
-            return _token_ids(rows, (stop - start, length + 1), config, type(source).__name__)
+        seen: dict[int, Sequences] = {}  # several devices, and several arrays, read the same rows
 
+        def drawn(start: int, stop: int) -> Sequences:
+            if start not in seen:
+                rows = source.sequences(number, range(start, stop), length + 1)
+                shape = (stop - start, length + 1)
+                seen[start] = _checked(rows, shape, config, type(source).__name__)
+            return seen[start]
+
+        def array(name: str, dtype: type) -> jax.Array:
+            return placed(lambda start, stop: np.asarray(getattr(drawn(start, stop), name), dtype))
+
+        tokens = placed(lambda start, stop: drawn(start, stop).tokens[:, :-1])
+        _, weights, positions, segments = next(iter(seen.values()))
+        one_segment = ones(np.int32) if segment_ids else None
         return Batch(
-            tokens=placed(lambda start, stop: drawn(start, stop)[:, :-1]),
-            targets=placed(lambda start, stop: drawn(start, stop)[:, 1:]),
-            weights=ones(np.float32),
-            segment_ids=ones(np.int32) if segment_ids else None,
+            tokens=tokens,
+            targets=placed(lambda start, stop: drawn(start, stop).tokens[:, 1:]),
+            weights=ones(np.float32) if weights is None else array("weights", np.float32),
+            positions=None if positions is None else array("positions", np.int32),
+            segment_ids=one_segment if segments is None else array("segment_ids", np.int32),
         )
 
     return map(batch, itertools.count(first))
+
+
+def _checked(
+    rows: np.ndarray | Sequences, shape: tuple[int, int], config: Config, source: str
+) -> Sequences:
+    """What a source gave, with its tokens as int32."""
+    given = rows if isinstance(rows, Sequences) else Sequences(rows)
+    for name, value in given._asdict().items():
+        of_tokens = getattr(value, "shape", None) == (shape[0], shape[1] - 1)
+        if name != "tokens" and value is not None and not of_tokens:
+            raise InputError(
+                f"the source {source} gave {name} {kind_of(value)}; give a number for each token "
+                f"but the last of a row, {[shape[0], shape[1] - 1]}"
+            )
+    return given._replace(tokens=_token_ids(given.tokens, shape, config, source))
 
 
 def _token_ids(rows: np.ndarray, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:

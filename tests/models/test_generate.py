@@ -22,11 +22,11 @@ import linen_compat
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.generate import Request, Sampling, generate
-from nnx_pipeline.generate._tokenizers import tokenizer_for
 from nnx_pipeline.generate.loop import cached_model
 from nnx_pipeline.generate.sampling import keys_of, next_tokens, restricted
 from nnx_pipeline.ops._attention import Options, cached_attention, dot_product_attention, in_slots
 from nnx_pipeline.train._cli import checkpoints as offered
+from nnx_pipeline.train._tokenizers import tokenizer_for
 
 LATENT = {"num_kv_heads": 4, "kv_lora_rank": 8, "rope_head_dim": 2, "value_head_dim": 6}
 DEEPSEEK = {

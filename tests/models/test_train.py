@@ -29,7 +29,7 @@ from nnx_pipeline.train import (
     make_optimizer,
     make_state,
 )
-from nnx_pipeline.train.data import Rule, batches, learnable_batches
+from nnx_pipeline.train.data import Rule, Sequences, batches, learnable_batches
 from nnx_pipeline.train.loop import train
 from nnx_pipeline.train.step import train_step
 
@@ -213,6 +213,14 @@ class Given:
         (lambda shape: np.zeros(shape, int).tolist(), "Given gave list for 2 rows"),
         (lambda shape: np.full(shape, 32), "Given gave the token 32, .* give tokens from 0 to 31"),
         (lambda shape: np.full(shape, -1), r"Given gave the token -1, .* \(model.vocab_size=32\)"),
+        (
+            lambda shape: Sequences(np.zeros(shape, int), positions=np.zeros(shape, int)),
+            r"Given gave positions int64\[2, 9\]; give a number for each .* row, \[2, 8\]",
+        ),
+        (
+            lambda shape: Sequences(np.zeros(shape, int), weights=1.0),
+            "Given gave weights float; give a number",
+        ),
     ],
 )
 def test_a_source_that_gives_no_tokens_is_named(make: Any, message: str) -> None:

@@ -128,7 +128,7 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--eval-every", 2), "--eval-every is about the held-out part of a text, and sequences"),
+        (("--eval-every", 2), "--eval-every is about texts, and sequences are generated; give a"),
         (("--metrics", "no/such/file"), "--metrics no/such/file cannot be written; choose a file"),
         (("--keep", 2), "--keep needs a folder; give it with --checkpoint-dir DIR"),
         (("--keep-every", 2), "--keep-every 2 is about steps that --keep would remove"),

@@ -56,7 +56,7 @@ def check_cudnn(
     (head_dim, value_dim), reason = head_dims, None
     name = jax.numpy.dtype(dtype).name
     if packed:
-        reason = "it gets no segment ids here; give batches without segment_ids"
+        reason = "it gets no segment ids here; give batches without segment_ids (--end-token none)"
     elif soft_cap is not None:
         reason = f"it has no model.attention_soft_cap={soft_cap}; set that to None"
     elif name not in _DTYPES:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab import _ending as ending
@@ -18,6 +19,7 @@ from nnx_pipeline.train._saved import RATE, Origin, SavedRun
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from nnx_pipeline.train._text import Data
     from nnx_pipeline.train.step import TrainState
 
 RESUME_NOTE = "saved steps are kept; the same command with --resume goes on after the newest"
@@ -25,20 +27,12 @@ RESUME_NOTE = "saved steps are kept; the same command with --resume goes on afte
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed`, `--data`, `--eval-every` and `--metrics`."""
+    """The values of `--steps`, `--seed`, `--eval-every` and `--metrics`."""
 
     steps: int
     seed: int
-    data: tuple[str, ...]
     eval_every: int | None
     metrics: str | None
-
-    def check_evaluation(self) -> None:
-        if self.eval_every and not self.data:
-            raise InputError(
-                "--eval-every is about the held-out part of a text, and sequences are generated; "
-                "give a text by --data"
-            )
 
     def evaluates(self, step: int) -> bool:
         """Whether the loss on the held-out text is asked for after a step."""
@@ -52,6 +46,50 @@ class Run:
             return
         with open(self.metrics, "a" if first else "w", encoding="utf-8") as file:
             yield file
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The values of `--data`, `--tokenizer` and `--end-token`."""
+
+    files: tuple[str, ...]
+    tokenizer: str | None
+    end_token: str | None
+
+    def read(self, config: Config, run: Run) -> Data | None:
+        """What is trained on; None for generated sequences."""
+        options: dict[str, object] = {"--tokenizer": self.tokenizer, "--end-token": self.end_token}
+        options["--eval-every"] = run.eval_every
+        needless = [name for name, value in options.items() if value is not None]
+        if not self.files and needless:
+            raise InputError(
+                f"{needless[0]} is about texts, and sequences are generated; give a text by --data"
+            )
+        if not self.files:
+            return None
+        from nnx_pipeline.lab._cli.progress import progress
+        from nnx_pipeline.train._text import read_data
+
+        end, slow = self._end(), any(map(_takes_long, self.files))
+        with progress() if slow else nullcontext() as begin:
+            if begin is not None:
+                begin(f"reading {', '.join(self.files)}")
+            return read_data(
+                self.files, config, seed=run.seed, tokenizer=self.tokenizer, end_token=end
+            )
+
+    def _end(self) -> int | Literal["none"] | None:
+        said = self.end_token
+        if said is None or said == "none":
+            return None if said is None else "none"
+        if not said.isdecimal() or len(said) > 10:
+            raise InputError(f"--end-token {said!r} is no token id; give a whole number or none")
+        return int(said)
+
+
+def _takes_long(file: str) -> bool:
+    """Whether a text, if it is one, is read for more than a moment."""
+    return os.path.isfile(file) and os.path.getsize(file) > 2**22
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import click
 from nnx_pipeline.lab._cli import options
 from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.values import Chosen, Place
-from nnx_pipeline.train._cli.saving import Folder, Run
+from nnx_pipeline.train._cli.saving import Folder, Run, Texts
 
 
 @click.command(
@@ -35,13 +35,6 @@ from nnx_pipeline.train._cli.saving import Folder, Run
         help="Seed of the initial values and of the sequences.",
     ),
     click.option(
-        "--data",
-        multiple=True,
-        metavar="FILE",
-        help="Train on the bytes of a text file; may be repeated. The last tenth of each is held "
-        "out. Without it sequences are generated.",
-    ),
-    click.option(
         "--eval-every",
         type=COUNT,
         metavar="N",
@@ -53,6 +46,31 @@ from nnx_pipeline.train._cli.saving import Folder, Run
         metavar="FILE",
         help="Write a line of JSON for each step and each loss on the held-out text; with --resume "
         "lines are added.",
+    ),
+)
+@bundled(
+    "texts",
+    Texts,
+    click.option(
+        "--data",
+        "files",
+        multiple=True,
+        metavar="FILE",
+        help="Train on a text file, on the `text` of each line of a .jsonl, or on tokens: a .npy, "
+        "or FILE.bin:uint16 or :uint32; may be repeated. The last tenth of each is held out. "
+        "Without it sequences are generated.",
+    ),
+    click.option(
+        "--tokenizer",
+        metavar="FILE",
+        help="A tokenizer.json or its folder, by which texts become tokens. Without it tokens are "
+        "bytes.",
+    ),
+    click.option(
+        "--end-token",
+        metavar="ID",
+        help="The token that ends each document, or `none` where documents run on into each other. "
+        "By default 0 with bytes, and the eos_token_id beside the tokenizer.",
     ),
 )
 @bundled(
@@ -93,12 +111,13 @@ from nnx_pipeline.train._cli.saving import Folder, Run
 )
 @options.json_option
 def train_command(
-    chosen: Chosen, place: Place, run: Run, folder: Folder, json_path: str | None
+    chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder, json_path: str | None
 ) -> None:
     """Train a model on generated sequences that follow a rule it can learn, or on texts.
 
-    Of a text the loss on the held-out part is given, beside that of a bigram model, which knows of
-    each byte how often every other one follows it.
+    Of texts the loss on the held-out part is given, in nats per token and per byte. Where tokens
+    are bytes it stands beside that of a bigram model, which knows of each byte how often every
+    other one follows it.
     """
     config = options.chosen_config(chosen)
     config.check_mesh(place.mesh_config)
@@ -107,7 +126,7 @@ def train_command(
     from nnx_pipeline.train._cli import training
 
     check_outputs(json=json_path, metrics=run.metrics)
-    trained = training.train_and_save(config, chosen, place, run, folder)
+    trained = training.train_and_save(config, chosen, place, run, texts, folder)
     mesh = place.mesh_config
     about: dict[str, object] = {"mesh": mesh.sizes(), "config": to_dict(config)}
     about |= {"steps": run.steps, "checkpoint": folder.name}

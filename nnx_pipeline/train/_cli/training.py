@@ -24,9 +24,10 @@ from nnx_pipeline.lab.errors import InputError, counted, note
 from nnx_pipeline.lab.mesh import MeshConfig
 from nnx_pipeline.ops._router import RouterMetrics
 from nnx_pipeline.train._cli.journal import Journal
-from nnx_pipeline.train._cli.saving import RESUME_NOTE, Folder, Run, Saver, way_on
+from nnx_pipeline.train._cli.saving import RESUME_NOTE, Folder, Run, Saver, Texts, way_on
+from nnx_pipeline.train._held_out import bigram_of, entropy_of
 from nnx_pipeline.train._saved import MOST_WEIGHT, Origin
-from nnx_pipeline.train._text import Texts, Windows, bigram_entropy, entropy_of, read_texts
+from nnx_pipeline.train._text import Data
 from nnx_pipeline.train._useful import peak_of, useful_flops
 from nnx_pipeline.train.loop import Step, is_finite, largest_weight, train
 from nnx_pipeline.train.step import Metrics, TrainState, bytes_of_parameter
@@ -37,7 +38,7 @@ class _Checks:
     """What must hold of a state before it is saved."""
 
     mesh: Mesh
-    texts: Texts | None
+    data: Data | None
     saver: Saver | None
     config: Config
 
@@ -75,9 +76,9 @@ class _Checks:
     def held_out_loss(self, state: TrainState) -> float | None:
         """The loss on the held-out text, None without a text; raises Failed for a bad state."""
         self.sound(state)
-        if self.texts is None:
+        if self.data is None:
             return None
-        loss, number = entropy_of(state.model, self.texts.held_out, self.mesh), int(state.step)
+        loss, number = entropy_of(state.model, self.data.held_out, self.mesh), int(state.step)
         what = f"the loss on the held-out text is {loss} after step {number}"
         self.require(math.isfinite(loss), what, number)
         return loss
@@ -101,7 +102,7 @@ class _Ready(NamedTuple):
 
 
 def train_and_save(
-    config: Config, chosen: Chosen, place: Place, run: Run, folder: Folder
+    config: Config, chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder
 ) -> Trained:
     """Trains and saves, up to the last step or to SIGTERM, with a progress bar on standard error.
 
@@ -109,7 +110,9 @@ def train_and_save(
     """
     router = None
     with contextlib.ExitStack() as stack:
-        steps, checks, journal = stack.enter_context(_ready(config, chosen, place, run, folder))
+        steps, checks, journal = stack.enter_context(
+            _ready(config, chosen, place, run, texts, folder)
+        )
         saver, stops = checks.saver, None
         advance = stack.enter_context(bar("training", run.steps, "compiling", journal.first))
         for state, metrics in steps:
@@ -136,27 +139,26 @@ def train_and_save(
                 note(f"SIGTERM came, and step {number} is saved; {RESUME_NOTE}")
                 break
             journal.pause()
-    held_out = _held_out(journal.held_out, checks.texts, config)
+    held_out = _held_out(journal.held_out, checks.data)
     return Trained(journal, held_out, _routing(router, config))
 
 
 @contextlib.contextmanager
 def _ready(
-    config: Config, chosen: Chosen, place: Place, run: Run, folder: Folder
+    config: Config, chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder
 ) -> Iterator[_Ready]:
     """The training, which has no steps where the last one was done before."""
     devices = place.devices()
     _check_memory(config, devices)
     _warn_of_no_rate(config, run.steps)
-    texts = read_texts(run.data, config) if run.data else None
-    run.check_evaluation()
-    origin = Origin(run.seed, texts.digest if texts else None)
+    data = texts.read(config, run)
+    origin = Origin(run.seed, data.digest if data else None)
     fields = parse_overrides(chosen.assignments)
     with folder.opened(config, origin, place.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
         grid = place.grid(devices, config.pipeline.sharding)
-        checks = _Checks(grid, texts, saver, config)
+        checks = _Checks(grid, data, saver, config)
         state = saver.first_state(config, grid) if saver else None
         first = 0 if state is None else int(state.step)
         with run.metrics_file(first) as file:
@@ -166,7 +168,7 @@ def _ready(
                 journal.evaluated(checks.held_out_loss(state))
                 yield _Ready(iter(()), checks, journal)
                 return
-            source = Windows(texts.training, run.seed) if texts else None
+            source = data.training if data else None
             steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
             yield _Ready(steps, checks, journal)
 
@@ -181,11 +183,7 @@ def report(trained: Trained, title: str, about: dict[str, object], json_path: st
     journal, held_out = trained.journal, trained.held_out
     show(f"{title}: {journal.words()}", json_path=json_path)
     if held_out is not None and held_out["loss"] is not None:
-        show(
-            f"held-out text: loss {held_out['loss']:.4f} in nats per byte, of a bigram model "
-            f"{held_out['bigram_loss']:.4f}",
-            json_path=json_path,
-        )
+        show(f"held-out text: loss {_in_nats(held_out)}", json_path=json_path)
     about |= {"resumed_after": journal.first, "losses": journal.losses, "skipped": journal.skipped}
     emit_json(json_path, {"schema": 1, **about, "router": trained.router, "held_out": held_out})
 
@@ -229,13 +227,31 @@ def _warn_of_no_rate(config: Config, steps: int) -> None:
         )
 
 
-def _held_out(loss: float | None, texts: Texts | None, config: Config) -> dict[str, object] | None:
-    if texts is None:
+def _held_out(loss: float | None, data: Data | None) -> dict[str, object] | None:
+    """What is told of a held-out text; `tokens` has those that end documents."""
+    if data is None:
         return None
-    length = config.train.sequence_length
+    training, tokens = (
+        sum(len(stream.tokens) for stream in part.streams)
+        for part in (data.training, data.held_out)
+    )
+    size = data.held_out_bytes
     return {
         "loss": loss,
-        "bigram_loss": bigram_entropy(texts.training, texts.held_out, length),
-        "bytes": len(texts.held_out),
-        "training_bytes": len(texts.training),
+        "loss_per_byte": loss * tokens / size if loss is not None and size else None,
+        "bigram_loss": bigram_of(data.training, data.held_out) if data.tokens_are_bytes else None,
+        "tokens": tokens,
+        "bytes": size,
+        "training_tokens": training,
     }
+
+
+def _in_nats(held_out: dict[str, object]) -> str:
+    if held_out["bigram_loss"] is not None:
+        return (
+            f"{held_out['loss']:.4f} in nats per byte, of a bigram model "
+            f"{held_out['bigram_loss']:.4f}"
+        )
+    per_byte = held_out["loss_per_byte"]
+    of_bytes = "" if per_byte is None else f", {per_byte:.4f} in nats per byte"
+    return f"{held_out['loss']:.4f} in nats per token{of_bytes}"

@@ -1,14 +1,19 @@
 """Texts as tokens: their bytes, or what a `tokenizer.json` says."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from nnx_pipeline.lab._files import place, read_regular
 from nnx_pipeline.lab.errors import InputError, once, optional, unparsed
-from nnx_pipeline.train._text import BYTE_VALUES, END
 
+BYTE_VALUES = 256  # token ids of text: one for each value of a byte
+END = 0  # the byte that ends a document; no text has it
 FILE = "tokenizer.json"
+_AT_ONCE = 1000  # texts that are encoded at the same time
 # Where Hugging Face folders say which tokens end a text, the first that says so.
 _END_TOKEN_FILES = ("generation_config.json", "config.json")
 
@@ -21,6 +26,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, and before them the tokens that begin every text."""
+
+    def arrays(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The tokens of each text, as of `encode`."""
 
     def decode(self, tokens: list[int]) -> str:
         """The text of some tokens; end tokens and other special ones are left out."""
@@ -38,6 +46,9 @@ class Bytes:
             raise InputError("the prompt contains a byte 0, which ends a document; remove it")
         return tokens
 
+    def arrays(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        return (np.frombuffer(text.encode(), np.uint8) for text in texts)
+
     def decode(self, tokens: list[int]) -> str:
         """Bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
         shown = (token for token in tokens if token != END)
@@ -49,7 +60,7 @@ class FromFile:
     """A `tokenizer.json`, by the package `tokenizers`; files beside it name the end tokens."""
 
     def __init__(self, path: Path) -> None:
-        tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
+        tokenizers = optional("tokenizers", "huggingface", str(path))
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the package raises Exception itself
@@ -59,6 +70,11 @@ class FromFile:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
+
+    def arrays(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        for first in range(0, len(texts), _AT_ONCE):
+            for encoded in self._tokenizer.encode_batch(texts[first : first + _AT_ONCE]):
+                yield np.array(encoded.ids, np.int64)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
@@ -77,23 +93,27 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
             f"{checkpoint} has no {FILE}, and with model.vocab_size={vocab_size} its tokens are "
             "not bytes; give --tokenizer FILE, or the prompt as --tokens"
         )
-    if name in (None, "bytes"):
-        tokenizer: Tokenizer = Bytes()
-    else:
-        path = place(str(name))
-        path = path / FILE if path.is_dir() else path
-        if not path.is_file():
-            raise InputError(
-                f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
-                "name another file"
-            )
-        tokenizer = FromFile(path)
+    tokenizer = tokenizer_of(name or "bytes")
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {vocab_size} "
             "(model.vocab_size); give --tokenizer with that of the model, or --tokens"
         )
     return tokenizer
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """The tokenizer of `--tokenizer`: `bytes`, or a `tokenizer.json` or the folder of one."""
+    if name == "bytes":
+        return Bytes()
+    path = place(name)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(
+            f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
+            "name another file"
+        )
+    return FromFile(path)
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
