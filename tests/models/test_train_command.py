@@ -103,7 +103,7 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     words = ("train", *SMALL, "--data", tmp_path / "text", *SCHEDULE, "--metrics", file)
     words = (*words, "--eval-every", 2, "--checkpoint-dir", tmp_path / "run")
     words = (*words, "--save-every", 2, "--keep", 1, "--keep-every", 4)
-    first = run(*words, "--steps", 3, "--json", "-")
+    first = run(*words, "--steps", 3, "--json", "-", "--profile", f"2..3:{tmp_path / 'trace'}")
     assert first.code == 0, first.err
     lines = lines_of(file)
     steps = [line for line in lines if "loss" in line]
@@ -121,6 +121,8 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     assert [line["step"] for line in lines_of(file) if "held_out_loss" in line] == [2, 3, 4, 6]
     kept = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
     assert kept == {"4", "6"}
+    (trace,) = (tmp_path / "trace").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
     note = run(*words, "--steps", 7, "--resume")
     assert "--steps 7 is more than train.schedule_steps=6, after which the learning" in note.err
 
@@ -130,6 +132,8 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     [
         (("--eval-every", 2), "--eval-every is about texts, and sequences are generated; give a"),
         (("--metrics", "no/such/file"), "--metrics no/such/file cannot be written; choose a file"),
+        (("--profile", "1..2:trace"), "--profile 1..2:trace: steps 1 to 1 are trained now; give"),
+        (("--profile", "2"), "--profile '2' is not of the form FIRST..LAST:DIR; write"),
         (("--keep", 2), "--keep needs a folder; give it with --checkpoint-dir DIR"),
         (("--keep-every", 2), "--keep-every 2 is about steps that --keep would remove"),
         (("--metrics", "-"), "--metrics -: only JSON goes to standard output; name a file"),

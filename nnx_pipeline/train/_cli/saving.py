@@ -27,12 +27,13 @@ RESUME_NOTE = "saved steps are kept; the same command with --resume goes on afte
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed`, `--eval-every` and `--metrics`."""
+    """The values of `--steps`, `--seed`, `--eval-every`, `--metrics` and `--profile`."""
 
     steps: int
     seed: int
     eval_every: int | None
     metrics: str | None
+    profile: str | None
 
     def evaluates(self, step: int) -> bool:
         """Whether the loss on the held-out text is asked for after a step."""

@@ -47,6 +47,11 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
         help="Write a line of JSON for each step and each loss on the held-out text; with --resume "
         "lines are added.",
     ),
+    click.option(
+        "--profile",
+        metavar="FIRST..LAST:DIR",
+        help="Trace these steps with JAX's profiler into DIR, which TensorBoard and XProf read.",
+    ),
 )
 @bundled(
     "texts",

@@ -24,6 +24,7 @@ from nnx_pipeline.lab.errors import InputError, counted, note
 from nnx_pipeline.lab.mesh import MeshConfig
 from nnx_pipeline.ops._router import RouterMetrics
 from nnx_pipeline.train._cli.journal import Journal
+from nnx_pipeline.train._cli.profiling import profiled
 from nnx_pipeline.train._cli.saving import RESUME_NOTE, Folder, Run, Saver, Texts, way_on
 from nnx_pipeline.train._held_out import bigram_of, entropy_of
 from nnx_pipeline.train._saved import MOST_WEIGHT, Origin
@@ -113,11 +114,13 @@ def train_and_save(
         steps, checks, journal = stack.enter_context(
             _ready(config, chosen, place, run, texts, folder)
         )
+        traced = stack.enter_context(profiled(run.profile, journal.first, run.steps))
         saver, stops = checks.saver, None
         advance = stack.enter_context(bar("training", run.steps, "compiling", journal.first))
         for state, metrics in steps:
             number = journal.last + 1
-            checks.finite_step(metrics, number)
+            checks.finite_step(metrics, number)  # which waits for the step
+            traced(number)
             advance(journal.add(metrics))
             router = metrics.router
             if stops is None and saver is not None:

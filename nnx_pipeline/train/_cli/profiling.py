@@ -1,0 +1,55 @@
+"""The trace of some steps that `--profile` asks for."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+from nnx_pipeline.lab.errors import InputError, counted
+
+_FORM = re.compile(r"(\d{1,18})\.\.(\d{1,18}):(.+)", re.ASCII | re.DOTALL)
+
+
+@contextlib.contextmanager
+def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int], None]]:
+    """A function to call with the number of each step that has ended; it begins and ends the trace.
+
+    `asked` is `FIRST..LAST:DIR` or None, `done` the step after which training goes on, `steps` its
+    last one. Raises InputError unless all steps to be traced are trained now.
+    """
+    if asked is None:
+        yield lambda number: None
+        return
+    import jax
+
+    first, last, folder = _parsed(asked)
+    if not done < first <= last <= steps:
+        trained = f"steps {done + 1} to {steps}" if done < steps else counted(0, "step")
+        raise InputError(
+            f"--profile {asked}: {trained} are trained now; give FIRST..LAST:DIR with some of them"
+        )
+    running = False
+
+    def ended(number: int) -> None:
+        nonlocal running
+        if running and number == last:
+            running = False
+            jax.profiler.stop_trace()
+        elif not running and number + 1 == first:
+            jax.profiler.start_trace(folder)
+            running = True
+
+    ended(done)
+    try:
+        yield ended
+    finally:
+        if running:  # training has ended before
+            jax.profiler.stop_trace()
+
+
+def _parsed(asked: str) -> tuple[int, int, str]:
+    match = _FORM.fullmatch(asked)
+    if match is None:
+        raise InputError(
+            f"--profile {asked!r} is not of the form FIRST..LAST:DIR; write such as 10..12:trace"
+        )
+    return int(match[1]), int(match[2]), match[3]
