@@ -24,7 +24,7 @@ from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import Mismatch, copy
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.formats.huggingface._folder import files_of
-from linen_compat.maxtext._families import check_maxtext
+from linen_compat.maxtext._families import check_maxtext, check_rotary
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab.errors import one_of
@@ -156,6 +156,9 @@ def plan(source: From, target: To) -> Conversion:
             f"{source.path} has {more}, for which {target.format} has no place; convert to nnx, or "
             "the parameters alone with --parameters-only"
         )
+    is_latent = opened.source.attention_scale is None
+    if target.format != NNX and opened.source.rotary is not None and not is_latent:
+        check_rotary(*opened.source.rotary)
     if opened.config is not None:
         check_one_kind(opened.config.model, ORBAX)
         if target.format != NNX:
@@ -194,7 +197,8 @@ def open_checkpoint(source: From) -> Opened:
     else:
         comparison, arrays = compare_leaves(contents, config.model), model_arrays(config.model)
     comparison.require(contents.items)
-    stream = OrbaxSource(contents, arrays, parameters_only=source.parameters_only)
+    rotary = None if config is None else streams.Rotary.of(config.model)
+    stream = OrbaxSource(contents, arrays, rotary=rotary, parameters_only=source.parameters_only)
     check_scalars(stream.scalars)
     return Opened(
         merged(stream, adapter, path, config.model) if config else stream,

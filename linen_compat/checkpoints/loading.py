@@ -13,7 +13,7 @@ from linen_compat.formats._merged import adapter_of, files_of_adapter, merged, w
 from linen_compat.formats._orbax.inspect import Inspection, find_items, inspect
 from linen_compat.formats._orbax.stream import OrbaxSource
 from linen_compat.formats._shapes import model_arrays
-from linen_compat.formats._streams import SourceOfParts
+from linen_compat.formats._streams import Rotary, SourceOfParts
 from linen_compat.formats.huggingface._folder import files_of
 from linen_compat.formats.huggingface._stream import HuggingFaceSource, config_for, is_huggingface
 from nnx_pipeline import Config, InputError, Mixtral
@@ -77,4 +77,4 @@ def load(
 def open_source(contents: Inspection, config: Config) -> OrbaxSource:
     """A checkpoint as a source of the parameters, once every leaf is accounted for."""
     compare_to_load(contents, config.model).require(contents.items)
-    return OrbaxSource(contents, model_arrays(config.model))
+    return OrbaxSource(contents, model_arrays(config.model), rotary=Rotary.of(config.model))

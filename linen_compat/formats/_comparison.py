@@ -106,7 +106,15 @@ def first_of(problems: list[str]) -> str:
 def compare_leaves(contents: Inspection, config: ModelConfig) -> Comparison:
     """Compares a checkpoint with a model; the attention scales may differ."""
     check_one_kind(config, ORBAX)
-    return _compare(contents, model_arrays(config), (config.num_layers, config.num_dense_layers))
+    layers = config.num_layers, config.num_dense_layers
+    result = _compare(contents, model_arrays(config), layers)
+    if contents.rotary and contents.rotary.interleaved != config.rope_interleaved:
+        result.notes.append(  # which no shape shows
+            f"model.rope_interleaved={config.rope_interleaved} does not suit the query and key "
+            f"kernels of {contents.items}, which were written for {contents.rotary.interleaved}; "
+            "give the config with which it was written"
+        )
+    return result
 
 
 def compare_to_load(contents: Inspection, config: ModelConfig) -> Comparison:

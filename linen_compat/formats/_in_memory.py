@@ -82,6 +82,7 @@ class ModelSource:
         self.attention_scale = streams.scale_in_arrays(
             self.arrays, model.config.model.attention_scale
         )
+        self.rotary: streams.Rotary | None = streams.Rotary.of(model.config.model)
 
     def order(self, path: str) -> Sequence[int]:
         dense = self.num_dense_layers

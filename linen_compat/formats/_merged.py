@@ -158,7 +158,7 @@ class MergedSource:
         self.base, self._changes = base, changes
         self.num_layers, self.num_dense_layers = base.num_layers, base.num_dense_layers
         self.attention_scale, self.order, self.dtype = base.attention_scale, base.order, base.dtype
-        self.name, self.close = base.name, base.close
+        self.rotary, self.name, self.close = base.rotary, base.name, base.close
         self.hold, self.release = base.hold, base.release
         self._ratio = streams.ratio_of(changes.scale, base.attention_scale)
         streams.check_ratio(base.arrays, self._ratio)

@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from linen_compat.formats._names import EARLY, KV_DOWN, PATHS_OUTSIDE, QK_NORMS
 from linen_compat.formats._parallel import Memory, in_order
 from nnx_pipeline import InputError
+from nnx_pipeline.config.model import ModelConfig
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
 PARAMETERS = "parameters"
@@ -45,20 +46,36 @@ class ArraySpec:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
+class Rotary(NamedTuple):
+    """In which order the query and key kernels are stored: of neighbours, or of halves of a head.
+
+    No shape tells it. `scaling` is the model's `rope_scaling`, with which MaxText has one order.
+    """
+
+    interleaved: bool
+    scaling: str | None
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Rotary":
+        return cls(model.rope_interleaved, model.rope_scaling)
+
+
 class LayerSource(Protocol):
     """A checkpoint to read from, one array of one layer at a time.
 
     `num_layers` counts the dense layers before the pipeline too. `parts` is `(PARAMETERS,)`, then
     those of `MOMENTS` and `COPIES` that are there. `attention_scale` is the factor on attention
     scores for which the query kernels are stored; None with latent attention, where no format folds
-    the factor into them. `arrays` has shape and dtype by NNX path, of one layer or of the whole
-    model for paths of `names.OUTSIDE`. `scalars` are those of `SCALARS`, `GUARD` and `SEVERAL`.
+    the factor into them. `rotary` is None where nobody said it. `arrays` has shape and dtype by NNX
+    path, of one layer or of the whole model for paths of `names.OUTSIDE`. `scalars` are those of
+    `SCALARS`, `GUARD` and `SEVERAL`.
     """
 
     num_layers: int
     num_dense_layers: int
     parts: tuple[str, ...]
     attention_scale: float | None
+    rotary: Rotary | None
 
     @property
     def arrays(self) -> Mapping[str, ArraySpec]: ...

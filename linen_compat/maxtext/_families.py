@@ -207,12 +207,17 @@ def check_maxtext(model: ModelConfig) -> None:
             f"model.rope_head_dim={model.rope_head_dim} without kv_lora_rank is of no model that "
             "is read from MaxText or written for it; save it as nnx or huggingface"
         )
-    scaling, interleaved = model.rope_scaling, model.rope_interleaved
+    check_rotary(model.rope_interleaved, model.rope_scaling)
+
+
+def check_rotary(interleaved: bool, scaling: str | None) -> None:
+    """Raises InputError unless MaxText has this order of query and key with this scaling."""
     if scaling in ((None, "llama3") if interleaved else (None, "linear")):
         return
     raise InputError(
         f"model.rope_scaling={scaling!r} with model.rope_interleaved={interleaved} does not exist "
         "in MaxText, which scales as Llama 3.1 where it rotates neighbours, else linearly; "
-        f"set model.rope_interleaved to {not interleaved} (a Hugging Face model is then reordered "
-        "where it is read)"
+        f"set model.rope_interleaved to {not interleaved}, as in the config.yml of MaxText "
+        "(convert: --config), with which a Hugging Face folder is reordered where it is read, and "
+        "no other checkpoint is"
     )

@@ -21,6 +21,7 @@ from helpers import (
     replace,
     small_config,
 )
+from huggingface_reference import FOLDER
 from linen_helpers import as_linen
 from maxtext_data import DATA, Leaves
 from safetensors.numpy import load_file, save_file
@@ -28,6 +29,7 @@ from test_random_options import LLAMA3, Case, in_pipeline
 
 import linen_compat
 from linen_compat.checkpoints._convert import From, To, plan
+from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.ops._head import head_of_table
@@ -137,6 +139,26 @@ def test_qwen2_becomes_one_of_transformers_and_back_to_the_bit(tmp_path: Path) -
     plan(From(tmp_path / "folder"), To(tmp_path / "scanned", "maxtext:scanned")).run()
     found = maxtext_data.read(tmp_path / "scanned")
     maxtext_data.assert_same_leaves(found, stored(maxtext_data.laid_out(leaves, "scanned")))
+
+
+def test_nnx_says_the_order_of_its_queries_and_keys(tmp_path: Path, bridge: Any) -> None:
+    """No shape tells it, and MaxText's Llama 3.1 has another one than transformers'."""
+    halves = tmp_path / "halves"
+    assert bridge("convert", FOLDER / "llama3_1", halves, "--to", "nnx").code == 0
+    ended = bridge("convert", halves, tmp_path / "new", "--to", "maxtext:unscanned")
+    assert (ended.code, "set model.rope_interleaved to True, as in" in ended.err) == (2, True)
+    model = linen_compat.load(FOLDER / "llama3_1").config
+    neighbours = replace(model, "model", rope_interleaved=True)
+    wrong = "model.rope_interleaved=True does not suit the query and key kernels of .* for False"
+    with pytest.raises(Mismatch, match=wrong):
+        linen_compat.load(halves, neighbours)
+    linen_compat.save(linen_compat.load(halves, model), tmp_path / "again", "nnx")
+    with pytest.raises(Mismatch, match=wrong):
+        linen_compat.load(tmp_path / "again", neighbours)
+    reordered = linen_compat.load(FOLDER / "llama3_1", neighbours)
+    linen_compat.save(reordered, tmp_path / "neighbours", "nnx")
+    ended = bridge("convert", tmp_path / "neighbours", tmp_path / "out", "--to", "maxtext:scanned")
+    assert ended.code == 0, ended.err
 
 
 def test_a_checkpoint_without_a_head_needs_its_config(tmp_path: Path, bridge: Any) -> None:

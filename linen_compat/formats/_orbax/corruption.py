@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from linen_compat.formats import _intact as checksums
 from linen_compat.formats._paths import database, in_folder, new_context, with_real_paths
-from linen_compat.formats._streams import Mismatch
+from linen_compat.formats._streams import Mismatch, Rotary
 from nnx_pipeline.lab._files import read_regular
 from nnx_pipeline.lab._files.stores import StorePath, refused
 from nnx_pipeline.lab.errors import counted, once, unparsed
@@ -37,6 +37,7 @@ class Metadata:
     ocdbt: bool
     zeros_left_out: bool
     attention_scale: float | None
+    rotary: Rotary | None
     chunks: Mapping[str, Sequence[str]] | None
     mark: str | None
 
@@ -55,6 +56,9 @@ def read_metadata(items: Path) -> Metadata:
     scale = custom.get("attention_scale")
     if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
         raise _broken(file, f"attention_scale={scale!r} is not a number above 0")
+    rotary = custom.get("rotary")
+    if rotary is not None and not _is_rotary(rotary):
+        raise _broken(file, f"rotary={rotary!r} does not say an order and a scaling")
     leaves = []
     for key, entry in tree.items():
         kind = entry.get("value_metadata") if isinstance(entry, dict) else None
@@ -67,8 +71,18 @@ def read_metadata(items: Path) -> Metadata:
         ocdbt=bool(values.get("use_ocdbt")),
         zeros_left_out=values.get("store_array_data_equal_to_fill_value") is not True,
         attention_scale=None if scale is None else float(scale),
+        rotary=None if rotary is None else Rotary(**rotary),
         chunks=custom.get(CHUNKS),
         mark=custom.get(MARK),
+    )
+
+
+def _is_rotary(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {*Rotary._fields}
+        and type(value["interleaved"]) is bool
+        and isinstance(value["scaling"], str | None)
     )
 
 

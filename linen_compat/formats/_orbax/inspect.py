@@ -20,6 +20,7 @@ from linen_compat.formats._streams import (
     MOMENTS,
     PARAMETERS,
     Mismatch,
+    Rotary,
 )
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._files import place
@@ -33,7 +34,8 @@ class Inspection:
     Parameters, moments and matrices of LoRA are by their paths below `params/params`, or below
     `model` in the format `nnx`; scalars by the names of `streams.SCALARS`; ignored and unknown
     leaves by whole paths.
-    `attention_scale` is None with latent attention, where the config says it.
+    `attention_scale` is None with latent attention, where the config says it. `rotary` is what
+    `nnx` says; older ones do not, and MaxText's layouts never.
     """
 
     items: Path
@@ -45,6 +47,7 @@ class Inspection:
     unknown: Leaves
     lora: Leaves = dataclasses.field(default_factory=dict)
     attention_scale: float | None = 1.0
+    rotary: Rotary | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -272,7 +275,8 @@ def inspect(checkpoint: str | Path) -> Inspection:
     if not parameters:
         raise _of_another_model(items, groups["unknown"])
     layout = layouts.find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
-    scale = corruption.read_metadata(items).attention_scale
+    metadata = corruption.read_metadata(items)
+    scale = metadata.attention_scale
     of_latent = (KV_DOWN.linen, slashed(KV_DOWN.nnx))  # only latent attention has this parameter
     latent = any(path.endswith(of_latent) for path in parameters)
     if layout.format == NNX and scale is None and not latent:
@@ -291,6 +295,7 @@ def inspect(checkpoint: str | Path) -> Inspection:
         unknown=groups["unknown"],
         lora=groups[LORA],
         attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
+        rotary=metadata.rotary,
     )
 
 

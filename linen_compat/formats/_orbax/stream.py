@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from linen_compat.formats import _streams as streams
+from linen_compat.formats._intact import Json
 from linen_compat.formats._names import BIASES, PATHS_OUTSIDE, QK_NORMS, Names, of_model
 from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
@@ -51,15 +52,21 @@ class OrbaxSource:
     """A checkpoint as a `LayerSource`, once `compare_leaves` has found it complete."""
 
     def __init__(
-        self, contents: Inspection, arrays: Mapping[str, ArraySpec], parameters_only: bool = False
+        self,
+        contents: Inspection,
+        arrays: Mapping[str, ArraySpec],
+        *,
+        rotary: streams.Rotary | None = None,
+        parameters_only: bool = False,
     ) -> None:
-        """`arrays` are the model's; their dtypes are replaced by those that are stored."""
+        """`arrays` and `rotary` are the model's; dtypes are replaced by those that are stored."""
         self.layout, self.num_layers = contents.layout, contents.layout.num_layers
         self.num_dense_layers = contents.layout.num_dense_layers
         self.parts = (PARAMETERS,) if parameters_only else tuple(contents.parts)
         self._contents, self._names = contents, names_by_path(arrays)
         self._files = StoredArrays(contents.items)
         self.attention_scale = contents.attention_scale
+        self.rotary = contents.rotary or rotary
         self.arrays = {
             path: ArraySpec(spec.shape, self.dtype(path)) for path, spec in arrays.items()
         }
@@ -129,7 +136,7 @@ class OrbaxDestination:
         self.layout, self._arrays = layout, source.arrays
         self._family = "nnx" if layout.format == NNX else "maxtext"
         self.parts = tuple(_PREFIXES[self._family])
-        self.attention_scale = source.attention_scale  # which `nnx` stores
+        self.attention_scale, self._rotary = source.attention_scale, source.rotary
         if self._family == "maxtext":
             self.attention_scale = scale_in_maxtext(self._arrays)
         self._names = names_by_path(self._arrays)
@@ -172,8 +179,12 @@ class OrbaxDestination:
                 self._files.write(paths[name], (), value)
         # MaxText's optimizer is a list of three, and the second of them, weight decay, is empty.
         empty = ("opt_state/1",) if self._family == "maxtext" and "count" in scalars else ()
-        scale = self.attention_scale
-        custom = {"attention_scale": scale} if self._family == "nnx" and scale is not None else None
+        custom: Json = {}
+        if self._family == "nnx":
+            if self.attention_scale is not None:
+                custom["attention_scale"] = self.attention_scale
+            if self._rotary is not None:
+                custom["rotary"] = self._rotary._asdict()
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:

@@ -121,6 +121,8 @@ class HuggingFaceSource:
         self._tensors = tensors_of(model, model_arrays(model), kind, self._files)
         arrays = self._tensors.arrays
         self.attention_scale = streams.scale_in_arrays(arrays, model.attention_scale)
+        # In whose order the kernels are read.
+        self.rotary: streams.Rotary | None = streams.Rotary.of(model)
         stored_scale = streams.scale_in_arrays(arrays, stored_model.attention_scale)
         self._ratio = streams.ratio_of(stored_scale, self.attention_scale)
         streams.check_ratio(arrays, self._ratio)
