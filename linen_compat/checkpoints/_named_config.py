@@ -12,6 +12,7 @@ from linen_compat.formats.huggingface.config import config_from_huggingface
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import place
+from nnx_pipeline.lab._files.stores import StorePath
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
@@ -28,6 +29,9 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
                 f"{name} is a folder and holds no {CONFIG_FILE}; give the folder of a Hugging Face "
                 "model that holds one, or a file, such as the config.yml of a run"
             )
+    if isinstance(file, StorePath) and not file.is_file():
+        file.require_bucket()
+        raise InputError(f"{name} does not exist; give a config.json, a YAML file or a preset")
     if file.name != CONFIG_FILE or not file.is_file():
         check_checksum(file)
         return config.config_from_yaml(name)

@@ -10,7 +10,7 @@ import numpy as np
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._comparison import first_of
 from linen_compat.formats._maxtext_lora import MaxTextAdapter, MaxTextChanges
-from linen_compat.formats._orbax.inspect import Inspection, is_orbax
+from linen_compat.formats._orbax.inspect import Inspection, existing_folder, is_orbax
 from linen_compat.formats._shapes import model_arrays
 from linen_compat.formats._streams import PARAMETERS, ArraySpec, SourceOfParts
 from linen_compat.formats.huggingface._architectures import written_as
@@ -31,6 +31,7 @@ def adapter_of(folder: str | Path | None, checkpoint: str | Path) -> AnyAdapter 
     """The adapter in a folder; notes one that lies beside a model and is another one."""
     taken: AnyAdapter | None = None
     if folder is not None:
+        existing_folder(folder)
         of_peft = (place(folder) / TENSORS).is_file() or not is_orbax(folder)
         taken = Adapter(folder) if of_peft else MaxTextAdapter(folder)
     for file in sorted(place(checkpoint).glob("adapter_*"))[:1]:  # one has several files

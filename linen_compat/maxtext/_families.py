@@ -183,7 +183,7 @@ def check_maxtext(model: ModelConfig) -> None:
         if getattr(model, field) != plain:
             raise InputError(
                 f"model.{field}={getattr(model, field)!r} is of no model that is read from MaxText "
-                f"or written for it; save it as nnx or huggingface, or set it to {plain!r}"
+                "or written for it; save it as nnx or huggingface"
             )
     if model.kv_lora_rank is not None:
         deepseek.check_deepseek(model)

@@ -62,7 +62,7 @@ def test_python_blocks_run_one_after_the_other(place: Path) -> None:
 def test_commands_run_one_after_the_other(place: Path) -> None:
     commands = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
     programs = [command.split()[0] for command in commands]
-    assert (programs.count("linen-compat"), programs.count("nnx-pipeline")) == (6, 1)
+    assert (programs.count("linen-compat"), programs.count("nnx-pipeline")) == (7, 1)
     for command in commands:
         program, *arguments = shlex.split(command)
         run(f"from {MODULES[program]} import main; main()", place, *arguments)

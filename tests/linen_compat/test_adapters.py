@@ -130,7 +130,7 @@ def change_tensors(edit: Callable[[dict[str, np.ndarray]], object]) -> Callable[
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[InputError], str]] = {
-    "no folder": (shutil.rmtree, InputError, "holds no adapter_config.json"),
+    "no folder": (shutil.rmtree, InputError, "does not exist; give a run"),
     "a pickle": (
         lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
         InputError,

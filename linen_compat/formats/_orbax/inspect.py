@@ -171,6 +171,8 @@ def find_items(checkpoint: str | Path, *, resuming: bool = False) -> Path:
         )
     elif (folder / "adapter_config.json").is_file():
         cure = _ADAPTER
+    elif any(folder.glob("*.safetensors")):
+        cure = "it has *.safetensors and no config.json, which says of what model they are; add it"
     deeper = {path.parents[1] for path in folder.glob(f"*/*/{METADATA}")}
     unfinished = {child for child in folder.iterdir() if _UNFINISHED in child.name}
     # A CheckpointManager may put a prefix before the number: `step_10` comes after `step_2`.

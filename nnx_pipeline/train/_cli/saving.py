@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.support import Failed
-from nnx_pipeline.lab._files import place
+from nnx_pipeline.lab._files import MOST_TEXT, place
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
 from nnx_pipeline.train._saved import RATE, Origin, SavedRun
@@ -90,7 +90,7 @@ class Texts:
 
 def _takes_long(file: str) -> bool:
     """Whether a text, if it is one, is read for more than a moment."""
-    return os.path.isfile(file) and os.path.getsize(file) > 2**22
+    return os.path.isfile(file) and 2**22 < os.path.getsize(file) <= MOST_TEXT
 
 
 @dataclass(frozen=True)
