@@ -105,9 +105,20 @@ class MaxTextAdapter:
 
     def _stated(self) -> tuple[Path, dict[str, Any]]:
         """The file that states rank and alpha, and its values by the names of PEFT."""
-        for folder in (self.folder, self.items.parent, self.items.parent.parent):
+        metadata = self.items.parent / _OF_STEP
+        of_step = self._of_step(metadata)
+        # Beside the step, whose arrays are in a folder of their own or in the step itself.
+        beside = self.items.parents[: 2 if self.items.name == "items" else 1]
+        for folder in (self.folder, *beside):
             if (file := folder / CONFIG).is_file():
                 values = checked_values(file)
+                both = {**of_step, **{key: values[key] for key in of_step if key in values}}
+                if of_step and both != of_step:
+                    raise InputError(
+                        f"{file} says r={both['r']} and lora_alpha={both['lora_alpha']}, and "
+                        f"{metadata} {of_step['r']} and {of_step['lora_alpha']}; remove the one "
+                        "that is wrong"
+                    )
                 for key in ("use_rslora", *PATTERNS):
                     if values.get(key):
                         raise InputError(
@@ -115,18 +126,25 @@ class MaxTextAdapter:
                             "MaxText, which multiplies by lora_alpha / r; give PEFT's own adapter"
                         )
                 return file, dict(values)
-        file = self.items.parent / _OF_STEP
-        custom = read_json(file).get("custom_metadata") if file.is_file() else None
-        if stated := (custom or {}).get("lora"):
-            values = {"r": stated.get("lora_rank"), "lora_alpha": stated.get("lora_alpha")}
-            for key, value in values.items():
-                check_number(file, key, value)
-            return file, values
+        if of_step:
+            return metadata, of_step
         raise InputError(
             f"{self.folder} does not say rank and alpha of the adapter (no {CONFIG} in it, no lora "
             f"in {_OF_STEP}); write those of its training to {self.folder / CONFIG} as r and "
             "lora_alpha"
         )
+
+    def _of_step(self, file: Path) -> dict[str, Any]:
+        """Rank and alpha in the metadata of the step by the names of PEFT; {} without them."""
+        custom = read_json(file).get("custom_metadata") if file.is_file() else None
+        stated = custom.get("lora") if isinstance(custom, dict) else None
+        if not stated:
+            return {}
+        given = stated if isinstance(stated, dict) else {}
+        values = {"r": given.get("lora_rank"), "lora_alpha": given.get("lora_alpha")}
+        for key, value in values.items():
+            check_number(file, key, value)
+        return values
 
 
 class MaxTextChanges:
@@ -197,6 +215,8 @@ class MaxTextChanges:
                 f"{pair.a.stored} and its B are {next(shapes)} instead of {next(shapes)} for "
                 f"{counted(len(kernel.layers), 'layer')}"
             )
+        if any((names.nnx, layer) in self._places for layer in kernel.layers):
+            return f"{pair.a.stored} is for layers that other matrices of the adapter are for too"
         for number, layer in enumerate(kernel.layers):
             at: _At = (*(slice(None),) * fitting[0], number) if kernel.is_stack else ()
             self._places[names.nnx, layer] = pair, at
@@ -204,10 +224,8 @@ class MaxTextChanges:
 
     def _without_layers(self, kernels: Mapping[str, _Kernel]) -> Iterator[str]:
         """A line for each kernel that lacks matrices in some layers, as for another model."""
-        served = (
-            kernels[name].names for name, pair in self._adapter.pairs.items() if pair.is_served
-        )
-        for names in {names.nnx: names for names in served}.values():
+        changed = (kernels[name].names for name in self._adapter.pairs)
+        for names in {names.nnx: names for names in changed}.values():
             alike = [kernel for kernel in kernels.values() if kernel.names == names]
             layers = {layer for kernel in alike for layer in kernel.layers}
             found = [layer for layer in layers if (names.nnx, layer) in self._places]
@@ -240,7 +258,13 @@ def _pairs(leaves: Leaves, items: Path) -> dict[str, _Pair]:
         assert match, "the group LORA has such names alone"
         module, served, kernel, parameter, trained = match.groups()
         whole = re.sub(r"^(decoder/\w*layers)/(\d+)/", r"\1_\2/", module) + (kernel or parameter)
-        halves.setdefault((whole, bool(served)), {})[served or trained] = leaf
+        half = halves.setdefault((whole, bool(served)), {})
+        if (letter := served or trained) in half:
+            raise Mismatch(
+                f"{whole} in {items} has matrices twice, as {leaf.stored} and "
+                f"{half[letter].stored}; take away those that are wrong"
+            )
+        half[letter] = leaf
     pairs: dict[str, _Pair] = {}
     for (whole, served), parts in halves.items():
         if parts.keys() != {"a", "b"}:

@@ -147,8 +147,8 @@ def remove_whole(folder: Path) -> None:
         stores.remove_whole(folder)
         return
     left = folder.with_name(f"{_short(folder)}.{secrets.token_hex(4)}{INCOMPLETE}")
+    (folder / _MARK).touch()  # the last to go
     os.rename(folder, left)
-    (left / _MARK).touch()  # the last to go
     for path in left.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

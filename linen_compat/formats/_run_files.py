@@ -55,16 +55,23 @@ def steps_of(folder: Path) -> list[Path]:
     return steps
 
 
-def keep_steps(folder: str | Path, most: int, every: int | None) -> None:
-    """Deletes the steps of a claimed run but the `most` newest, and but the multiples of `every`.
+def keep_steps(folder: str | Path, newest: int, most: int, every: int | None) -> None:
+    """Deletes steps of a claimed run, but for the `most` last up to `newest` and each `every`-th.
 
-    The oldest go first, so that a process that is killed meanwhile leaves the newest.
+    What only has the name of a step stays, and counts as none: files, links, and folders without
+    arrays. The oldest go first, so that a process that is killed meanwhile leaves the newest.
     """
     run = place(folder)
     check_claim(run)
-    for step in steps_of(run)[:-most]:
-        is_ours = (step / "items").is_dir()  # a user may have a folder of the same kind of name
-        if is_ours and (every is None or int(step.name) % every):
+    ours = [
+        step
+        for step in steps_of(run)
+        if int(step.name) <= newest
+        and (isinstance(step, StorePath) or not step.is_symlink())
+        and (step / "items").is_dir()
+    ]
+    for step in ours[:-most]:
+        if every is None or int(step.name) % every:
             remove_whole(step)
 
 

@@ -131,6 +131,13 @@ class Packed:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
+    @functools.cached_property
+    def targets(self) -> int:
+        """How many tokens are predicted in all sequences, which are read for it."""
+        weights = self.numbered(range(len(self))).weights
+        assert weights is not None, "sequences of this source have weights"
+        return int(np.count_nonzero(weights))
+
     def sequences(self, batch: int, rows: range, length: int) -> Sequences:
         return self.numbered(self._number(batch * self.batch_size + row) for row in rows)
 

@@ -99,13 +99,16 @@ class SavedRun:
             )
 
     def _check_microbatches(self, config: Config, stages: int) -> None:
-        """Where the load balance has a weight, the number of microbatches is part of the loss."""
+        """With a weight on a loss of the router the number of microbatches is part of the loss."""
         # Without a given number it was 1: `Config.check_objective` lets no other default pass.
         was = self.config.pipeline.num_microbatches or 1
         now = config.pipeline.microbatches_on(stages)
-        if config.train.load_balance_weight > 0 and was != now:
+        # Of texts, where microbatches may differ in padding, the z-loss depends on it too.
+        names = ("load_balance_weight", *["router_z_loss_weight"] * (self.origin.text is not None))
+        weighed = [name for name in names if getattr(config.train, name) > 0]
+        if weighed and was != now:
             raise InputError(
                 f"pipeline.num_microbatches={now}, but the run in {self.newest.parent} has {was}, "
-                "and train.load_balance_weight makes the loss depend on it; --set "
+                f"and train.{weighed[0]} makes the loss depend on it; --set "
                 f"pipeline.num_microbatches={was}"
             )

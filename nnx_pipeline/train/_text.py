@@ -83,9 +83,15 @@ def read_data(
         end = _checked_end(_end_of_texts(reads, end_token), vocab_size)
         parts, of_bytes = _parts_of_texts(paths, config, reads, end), isinstance(reads, Bytes)
     size = config.train.global_batch
+    held_out = Packed(parts.held_out, size, end)
+    if not held_out.targets:
+        raise InputError(
+            f"--data {', '.join(paths)}: no token of the last tenth of each file, which is held "
+            f"out, follows another one of its document (they end with {end}); give other data"
+        )
     return Data(
         Packed(parts.training, size, end, seed),
-        Packed(parts.held_out, size, end),
+        held_out,
         _digest(parts, end),
         parts.held_out_bytes,
         of_bytes,
@@ -216,10 +222,11 @@ def _end_of_tokens(path: str, tokenizer: str | None, given: EndToken) -> int | N
 
 def _digest(parts: Parts, end: int | None) -> str:
     digest = hashlib.sha256(f"packed {end}".encode())
+    total = sum(len(stream.tokens) for stream in (*parts.training, *parts.held_out))
     for stream in (*parts.training, *parts.held_out):
         whole = not isinstance(stream.tokens, np.memmap)
         digest.update(f" {len(stream.tokens)} {stream.tokens.dtype} {whole}".encode())
-        arrays = [stream.tokens] if whole else blocks(stream.tokens, len(parts.training))
+        arrays = [stream.tokens] if whole else blocks(stream.tokens, total)
         for array in (*arrays, *(stream.pieces or ())):
             digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

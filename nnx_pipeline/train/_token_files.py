@@ -44,9 +44,11 @@ def held_out_of(count: int, files: int, length: int) -> int:
 
 def parts_of_tokens(paths: Sequence[str], config: Config) -> Parts:
     length, training, held_out = config.train.sequence_length + 1, [], []
+    mapped = {path: _mapped(path, config.model.vocab_size) for path in paths}
+    total = sum(map(len, mapped.values()))
     for path in paths:
-        tokens = _mapped(path, config.model.vocab_size)
-        for block in blocks(tokens, len(paths)):
+        tokens = mapped[path]
+        for block in blocks(tokens, total):
             low, high = int(block.min(initial=0)), int(block.max(initial=0))
             if low < 0 or high >= config.model.vocab_size:
                 raise InputError(
@@ -78,11 +80,15 @@ def _mapped(path: str, vocab_size: int) -> np.ndarray:
             raise ValueError(f"its {file.stat().st_size} bytes are no whole number of {dtype}")
         else:
             tokens = np.memmap(file, np.dtype(dtype).newbyteorder("<"), "r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} cannot be read: {unparsed(error)}") from error
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    if (
+        not isinstance(tokens, np.ndarray)
+        or tokens.ndim != 1
+        or not np.issubdtype(tokens.dtype, np.integer)
+    ):
         raise InputError(f"{path} holds {kind_of(tokens)}; give one row of integers")
     upper = (vocab_size - 1) >> 16  # the largest upper half of a token in uint32
     if dtype == "uint16" and len(tokens) > 2 and tokens[1:BLOCK:2].max() <= upper:
@@ -92,8 +98,11 @@ def _mapped(path: str, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def blocks(tokens: np.ndarray, files: int) -> Iterator[np.ndarray]:
-    """All of a file in blocks, or of a large one the first, the last and some between them."""
-    last, most = max(len(tokens) - BLOCK, 0), max(BLOCKS // files, 1)
+def blocks(tokens: np.ndarray, total: int) -> Iterator[np.ndarray]:
+    """All of a file in blocks, or the first, the last and some between them.
+
+    Files with so many tokens in `total` share `BLOCKS` by their lengths.
+    """
+    last, most = max(len(tokens) - BLOCK, 0), max(-(-BLOCKS * len(tokens) // max(total, 1)), 1)
     for begin in (*range(0, last, max(BLOCK, -(-len(tokens) // most))), last):
         yield tokens[begin : begin + BLOCK]

@@ -65,6 +65,9 @@ class FromFile:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
+        # What a file says of these is for batches of a model that sees so much at once.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.end_tokens = _end_tokens(path.parent)
 

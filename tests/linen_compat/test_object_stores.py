@@ -302,7 +302,7 @@ def test_steps_that_are_removed(store: Store) -> None:
     for step in (4, 5, 6):
         (run / str(step) / "commit_success.txt").write_bytes(b"")
         (run / str(step) / "items" / "commit_success.txt").write_bytes(b"")
-    offers.checkpoints().keep_steps(run, 1, 5)
+    offers.checkpoints().keep_steps(run, 6, 1, 5)
     assert sorted(path.name for path in run.iterdir()) == ["5", "6"]
 
 

@@ -391,15 +391,22 @@ def test_steps_that_are_kept(saved: Path, tmp_path: Path, monkeypatch: pytest.Mo
     folder = Path(shutil.copytree(saved, tmp_path / "run"))
     for step in (4, 5, 10):
         shutil.copytree(folder / "3", folder / str(step))
-    (folder / "1").mkdir()  # of the user
+    (folder / "1").mkdir()  # of the user, as these are
+    (folder / "20261129").mkdir()
+    (folder / "99").write_text("")
+    (folder / "98").symlink_to("3")
+    of_user = [98, 99, 20261129]
 
     def steps() -> list[int]:
         return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
-    offered.keep_steps(folder, 4, None)
-    assert steps() == [1, 3, 4, 5, 10]
-    offered.keep_steps(folder, 1, 4)
-    assert steps() == [1, 4, 10]
+    offered.keep_steps(folder, 10, 4, None)
+    assert steps() == [1, 3, 4, 5, 10, *of_user]
+    offered.keep_steps(folder, 5, 1, None)
+    assert steps() == [1, 5, 10, *of_user], "what is newer than what was saved stays"
+    shutil.copytree(folder / "5", folder / "4")
+    offered.keep_steps(folder, 10, 1, 4)
+    assert steps() == [1, 4, 10, *of_user]
     before = sorted(folder.iterdir())
 
     def killed(path: Path) -> None:
@@ -407,9 +414,9 @@ def test_steps_that_are_kept(saved: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        offered.keep_steps(folder, 1, None)
+        offered.keep_steps(folder, 10, 1, None)
     monkeypatch.undo()
-    assert steps() == [1, 10]
+    assert steps() == [1, 10, *of_user]
     assert len(list(folder.iterdir())) == len(before)
     with offered.claimed(folder):
         assert sorted(folder.iterdir()) == [path for path in before if path.name != "4"]

@@ -62,8 +62,8 @@ class Checkpoints(Protocol):
     ) -> None:
         """Saves a state as a new step of a run; no step is ever there unfinished."""
 
-    def keep_steps(self, folder: str | Path, most: int, every: int | None) -> None:
-        """Deletes the steps of a run but the `most` newest, and but the multiples of `every`."""
+    def keep_steps(self, folder: str | Path, newest: int, most: int, every: int | None) -> None:
+        """Deletes steps of a run, but for the `most` last up to `newest` and each `every`-th."""
 
     def saved_run(self, folder: str | Path) -> SavedRun | None:
         """The run in a folder, or None where there are no saved steps."""

@@ -213,8 +213,9 @@ class Saver:
             if self.saved is not None and self.newest == self.saved.step:
                 self.offered.begin(self.run, self.config, self.origin)
             self.offered.save_step(state, self.run, self.config, self.origin)
-            if self.folder.keep is not None:  # once the new step is whole
-                self.offered.keep_steps(self.run, self.folder.keep, self.folder.keep_every)
+            keep, every = self.folder.keep, self.folder.keep_every
+            if keep is not None:  # once the new step is whole
+                self.offered.keep_steps(self.run, int(state.step), keep, every)
         except InputError as error:
             raise Failed(str(error)) from error
         self.newest = int(state.step)

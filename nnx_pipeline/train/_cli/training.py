@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -90,7 +90,7 @@ class Trained:
     """What a training came to; `held_out` and `router` are for JSON."""
 
     journal: Journal
-    held_out: dict[str, object] | None
+    held_out: dict[str, Any] | None
     router: dict[str, object] | None
 
 
@@ -230,7 +230,7 @@ def _warn_of_no_rate(config: Config, steps: int) -> None:
         )
 
 
-def _held_out(loss: float | None, data: Data | None) -> dict[str, object] | None:
+def _held_out(loss: float | None, data: Data | None) -> dict[str, Any] | None:
     """What is told of a held-out text; `tokens` has those that end documents."""
     if data is None:
         return None
@@ -241,7 +241,7 @@ def _held_out(loss: float | None, data: Data | None) -> dict[str, object] | None
     size = data.held_out_bytes
     return {
         "loss": loss,
-        "loss_per_byte": loss * tokens / size if loss is not None and size else None,
+        "loss_per_byte": loss * data.held_out.targets / size if loss is not None and size else None,
         "bigram_loss": bigram_of(data.training, data.held_out) if data.tokens_are_bytes else None,
         "tokens": tokens,
         "bytes": size,
@@ -249,12 +249,10 @@ def _held_out(loss: float | None, data: Data | None) -> dict[str, object] | None
     }
 
 
-def _in_nats(held_out: dict[str, object]) -> str:
-    if held_out["bigram_loss"] is not None:
-        return (
-            f"{held_out['loss']:.4f} in nats per byte, of a bigram model "
-            f"{held_out['bigram_loss']:.4f}"
-        )
-    per_byte = held_out["loss_per_byte"]
+def _in_nats(held_out: dict[str, Any]) -> str:
+    loss, per_byte, bigram = (held_out[key] for key in ("loss", "loss_per_byte", "bigram_loss"))
+    if bigram is not None:  # by what it has more of tokens that are predicted than of bytes
+        of_bigram = bigram * per_byte / loss
+        return f"{per_byte:.4f} in nats per byte, of a bigram model {of_bigram:.4f}"
     of_bytes = "" if per_byte is None else f", {per_byte:.4f} in nats per byte"
-    return f"{held_out['loss']:.4f} in nats per token{of_bytes}"
+    return f"{loss:.4f} in nats per token{of_bytes}"
