@@ -272,6 +272,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[InputError], str]] = {
         Mismatch,
         "query/kernel in .* has matrices twice",
     ),
+    "a layer in a stack and apart": (
+        served(
+            lambda leaves: leaves.update(
+                {
+                    A.replace("layers", "layers_0"): np.ones((32, RANK), np.float32),
+                    B.replace("layers", "layers_0"): np.ones((RANK, 4, 8), np.float32),
+                }
+            )
+        ),
+        Mismatch,
+        "is for layers that other matrices of the adapter are for too",
+    ),
     "whole numbers": (
         served(lambda leaves: leaves.update({A: np.ones((32, 4, RANK), np.int32)})),
         Mismatch,
@@ -287,6 +299,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[InputError], str]] = {
         lambda folder: save(folder, {A: np.ones(1), B: np.ones(1)}, None, {"lora_alpha": 1.0}),
         InputError,
         "_CHECKPOINT_METADATA: r=None is not a whole number",
+    ),
+    "no table in the metadata": (
+        lambda folder: save(folder, {A: np.ones(1), B: np.ones(1)}, None, [1]),
+        InputError,
+        "_CHECKPOINT_METADATA: r=None is not a whole number",
+    ),
+    "two statements": (
+        lambda folder: save(
+            folder, {A: np.ones(1), B: np.ones(1)}, STATED, {"lora_rank": RANK, "lora_alpha": 99}
+        ),
+        InputError,
+        "says r=3 and lora_alpha=.*, and .*_CHECKPOINT_METADATA 3 and 99; remove the one that",
     ),
     "another factor": (
         served(dict, use_rslora=True),

@@ -138,6 +138,21 @@ def test_files_of_tokens_are_mapped(tmp_path: Path, name: str) -> None:
     assert len({*digests, read_data([file], OF_BYTES, end_token=7).digest}) == 3
 
 
+def test_a_tokenizer_cuts_and_fills_no_text(tmp_path: Path) -> None:
+    """Whatever its file says for the batches of a model."""
+    from tokenizers import Tokenizer
+
+    config = small_config(model={"vocab_size": 8}, train={"sequence_length": 8})
+    texts = lines_in(tmp_path / "a.jsonl", *["a b c a b c a b c", "a b"] * 20)
+    folder = tokenizer_in(tmp_path / "words")
+    plain = read_data([texts], config, tokenizer=folder)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(pad_id=4, length=12)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    assert read_data([texts], config, tokenizer=folder).digest == plain.digest
+
+
 def test_what_the_digest_sees_of_a_large_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +234,9 @@ def test_lines_that_hold_no_text(tmp_path: Path, line: str, message: str) -> Non
         ("a.npy", TOKENS.astype(int) - 1, "has the token -1, which is not in the vocabulary"),
         ("a.npy", TOKENS[:0], "has 0 tokens to train on|cannot be read"),
         ("a.npy", None, "a.npy cannot be read"),
+        ("empty.npy", TOKENS, "empty.npy cannot be read"),
+        ("several.npy", TOKENS, "several.npy holds NpzFile; give one row of integers"),
+        ("a.npy", TOKENS * (np.arange(400) < 350), r"follows another one of its document \(.* 0\)"),
     ],
 )
 def test_files_that_hold_no_tokens(
@@ -230,6 +248,9 @@ def test_files_that_hold_no_tokens(
     else:
         np.save(file.with_suffix(".npy"), tokens)
         file.with_suffix(".bin").write_bytes(tokens.tobytes())
+    (tmp_path / "empty.npy").touch()
+    with (tmp_path / "several.npy").open("wb") as several:
+        np.savez(several, TOKENS, TOKENS)
     with pytest.raises(InputError, match=message):
         read_data([str(tmp_path / name)], OF_BYTES, end_token=0)
 
