@@ -24,6 +24,7 @@ from helpers import (
     assert_close,
     mesh_of,
     optax_promotion,
+    replace,
     script,
     small_config,
     started,
@@ -35,7 +36,7 @@ from linen_compat.checkpoints import _offered as offered
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.train import TrainState, learnable_batches, make_state, train
-from nnx_pipeline.train._saved import Origin
+from nnx_pipeline.train._saved import Origin, SavedRun
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import kill_train
@@ -385,6 +386,31 @@ def test_what_a_killed_process_left_is_removed(saved: Path, tmp_path: Path) -> N
     (folder / ".nnx-pipeline.k2j4").write_text("half of config.yml")
     with offered.claimed(folder):
         assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "matters"),
+    [
+        ("load_balance_weight", None, True),
+        ("router_z_loss_weight", "a digest", True),
+        ("router_z_loss_weight", None, False),
+        ("weight_decay", "a digest", False),
+    ],
+)
+def test_whether_the_number_of_microbatches_must_stay(
+    tmp_path: Path, field: str, text: str | None, matters: bool
+) -> None:
+    config, other = (
+        replace(replace(CONFIG, "train", **{field: 0.1}), "pipeline", num_microbatches=number)
+        for number in (2, 4)
+    )
+    run = SavedRun(tmp_path / "run" / "3", config, Origin(0, text))
+    assert run.to_go_on(config, Origin(0, text), stages=2) == config
+    refused = pytest.raises(
+        InputError, match=f"num_microbatches=4, but .* has 2, and train.{field}"
+    )
+    with refused if matters else contextlib.nullcontext():
+        run.to_go_on(other, Origin(0, text), stages=2)
 
 
 def test_steps_that_are_kept(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
