@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,8 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
     """
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("BUILD_NUMBER", raising=False)
+    # A file that is written twice in a second, with as many letters, would be run as it was first.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (pytester.path / "model.py").write_text(MODEL)
     pytester.syspathinsert()
 
