@@ -1,5 +1,7 @@
 """Classes of `transformers` with other norms, activations, multipliers or tensors than Llama's."""
 
+from dataclasses import replace
+
 from linen_compat.formats.huggingface._architecture import (
     FURTHER,
     LOCAL_THETA,
@@ -75,7 +77,8 @@ GEMMA2 = Architecture(
     root_embedding=True,
     heads_divide=True,
 )
-GEMMA3 = Architecture(
+GEMMA3 = replace(
+    GEMMA2,
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     absent={
@@ -89,13 +92,6 @@ GEMMA3 = Architecture(
         "attn_logit_softcapping": Allowed((None,), "transformers stores it and does not apply it"),
     },
     fixed={"norm_placement": "both", "norm_scale_offset": 1.0, "qk_norm": True},
-    biases="all",
-    windows="some",
-    scale="query_pre_attn_scalar",
-    tensors=_NORMS_OF_GEMMA,
-    activation="hidden_activation",
-    root_embedding=True,
-    heads_divide=True,
 )
 GLM4_MOE = Architecture(
     name="Glm4MoeForCausalLM",
