@@ -94,7 +94,7 @@ GRIDS = {
             *("model.experts=dense", "pipeline.fsdp_gather=use", "pipeline.num_repeats=1"),
             "train.shard_optimizer_over_data=false",
         ),
-        4.0,
+        8.5,
     ),
     "mixtral-small": Grid(
         "tpu:v5p:2x2x1",

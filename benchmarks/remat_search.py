@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "remat_search.md"
 KNOWN = RESULTS.with_suffix(".json")
 SHARES = (0.1, 0.3, 0.6)  # of the way from the smallest account to the largest: the limits
-MOST_FRONTIER = 40  # compiles of the large model
+MOST_FRONTIER = 16  # compiles of the large model
 
 
 class Program(NamedTuple):

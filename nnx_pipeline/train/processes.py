@@ -4,23 +4,27 @@ import contextlib
 import os
 import re
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
+from jax.experimental import multihost_utils
 
-from nnx_pipeline.lab._ending import INTERRUPTED
+from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._files import say
 from nnx_pipeline.lab.errors import described
 
-SILENCE = 30  # seconds without a sign of life, after which JAX takes a process for lost
+SILENCE = 25  # seconds without a sign of life, after which JAX takes a process for lost
+_PATIENCE = 5  # seconds more, in which JAX says which one that is
 # With such a name JAX begins what it says of a computation that failed, which is a ValueError where
-# that fails while it is started.
-_STATUS = re.compile(
-    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS"
-    "|PERMISSION_DENIED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED"
-    "|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED): "
+# that fails while it is started. With one of `_OWN` the fault is not another process's.
+_OWN = "INVALID_ARGUMENT|RESOURCE_EXHAUSTED|OUT_OF_RANGE|UNIMPLEMENTED"
+_OTHERS = (
+    "CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED"
+    "|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED"
 )
+_STATUS = re.compile(f"(?:(?P<own>{_OWN})|{_OTHERS}): ")
 
 
 @contextlib.contextmanager
@@ -36,12 +40,14 @@ def several_processes(
     `jax.distributed.initialize` finds all three itself where the cluster says them. Call it before
     any other function of JAX that needs devices.
 
-    An exception within the context ends this process at once: with one line and exit code 1 where a
-    computation failed, as when another process was killed, with the code of `sys.exit`, with 130
-    for Ctrl-C, and with a traceback and 1 for others. Python alone would wait for minutes for the
-    other processes. `atexit` functions are not called. A process that computes nothing across
-    processes while another one is lost gets no exception: JAX ends it after 30 seconds, or at once
-    where rank 0 is lost, by SIGABRT with its own messages.
+    An exception within the context ends this process: with one line and exit code 1 where a
+    computation failed, with the code of `sys.exit`, with 130 for Ctrl-C, and with a traceback and 1
+    for others. Python alone would wait for minutes for the other processes. `atexit` functions are
+    not called.
+
+    Where another process is lost, JAX ends this one after 25 seconds of silence, or at once where
+    rank 0 is lost, by SIGABRT. Its messages name the rank. A computation that failed waits for
+    them, unless memory was short.
     """
     jax.distributed.initialize(coordinator, processes, rank, heartbeat_timeout_seconds=SILENCE)
     try:
@@ -59,19 +65,41 @@ def several_processes(
             os._exit(code)
 
 
+@contextlib.contextmanager
+def stopping() -> Iterator[Callable[[int], bool]]:
+    """Yields a function that says after each step, by its number, whether SIGTERM has come.
+
+    Of several processes all stop after the same step, whichever of them it came to. Each of them
+    must ask after each step. While they are joined SIGTERM ends none by itself.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    with ending.stopping_at_sigterm() as stops:
+        yield lambda number: stops()
+
+
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
         say(str(error.code))
         return 1
-    failed = isinstance(error, ValueError) and _STATUS.match(str(error))
-    if failed or isinstance(error, jax.errors.JaxRuntimeError):
+    if has_failed(error):
         number, count = jax.process_index(), jax.process_count()
         say(
             f"process {number} of {count} cannot go on; if another one has ended, it says why: "
             f"{described(error)}"
         )
+        status = _STATUS.match(str(error))
+        if not (status and status["own"]):
+            time.sleep(SILENCE + _PATIENCE)  # until JAX ends this process, and says who is lost
         return 1
     traceback.print_exception(error)
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return ending.INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def has_failed(error: BaseException | None) -> bool:
+    """Whether an exception is JAX's, of a computation."""
+    failed = isinstance(error, ValueError) and _STATUS.match(str(error))
+    return bool(failed) or isinstance(error, jax.errors.JaxRuntimeError)

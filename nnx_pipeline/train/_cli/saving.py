@@ -40,9 +40,10 @@ class Run:
         return self.eval_every is not None and step % self.eval_every == 0
 
     @contextmanager
-    def metrics_file(self, first: int) -> Iterator[TextIO | None]:
-        """The file of `--metrics`, which a training that goes on after `first` adds to."""
-        if self.metrics is None:
+    def metrics_file(self, first: int, leads: bool) -> Iterator[TextIO | None]:
+        """The file of `--metrics`, which a training that goes on after `first` adds to, in the
+        process that leads."""
+        if self.metrics is None or not leads:
             yield None
             return
         with open(self.metrics, "a" if first else "w", encoding="utf-8") as file:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from nnx_pipeline.lab._cli import options
 from nnx_pipeline.lab._cli.options import COUNT, bundled
-from nnx_pipeline.lab._cli.values import Chosen, Place
+from nnx_pipeline.lab._cli.values import Chosen
+from nnx_pipeline.train._cli.hosts import Hosts
 from nnx_pipeline.train._cli.saving import Folder, Run, Texts
 
 
@@ -17,7 +20,40 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
     "--data README.md --checkpoint-dir run --save-every 100",
 )
 @options.config_options()
-@options.place_options
+@bundled(
+    "hosts",
+    Hosts,
+    options.mesh_option(of_functions=False),
+    options.dcn_option,
+    options.run_option,
+    click.option(
+        "--distributed",
+        is_flag=True,
+        help="Train in several processes, with this command in each of them. JAX asks the cluster "
+        "for the coordinator and the numbers.",
+    ),
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Where process 0 can be reached, with a port that is free there.",
+    ),
+    click.option(
+        "--num-processes", type=COUNT, metavar="N", help="How many processes train together."
+    ),
+    click.option(
+        "--process-id",
+        type=click.IntRange(0),
+        metavar="N",
+        help="The number of this process, from 0.",
+    ),
+    click.option(
+        "--restart",
+        type=click.IntRange(0),
+        default=0,
+        metavar="N",
+        help="Begin again up to N times, after the newest saved step, where a process was lost.",
+    ),
+)
 @bundled(
     "run",
     Run,
@@ -116,7 +152,7 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
 )
 @options.json_option
 def train_command(
-    chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder, json_path: str | None
+    chosen: Chosen, hosts: Hosts, run: Run, texts: Texts, folder: Folder, json_path: str | None
 ) -> None:
     """Train a model on generated sequences that follow a rule it can learn, or on texts.
 
@@ -125,14 +161,22 @@ def train_command(
     other one follows it.
     """
     config = options.chosen_config(chosen)
-    config.check_mesh(place.mesh_config)
-    from nnx_pipeline.config.config import to_dict
-    from nnx_pipeline.lab._report.output import check_outputs
-    from nnx_pipeline.train._cli import training
+    config.check_mesh(hosts.mesh_config)
+    hosts.check()
+    from nnx_pipeline.train._cli import watching
 
-    check_outputs(json=json_path, metrics=run.metrics)
-    trained = training.train_and_save(config, chosen, place, run, texts, folder)
-    mesh = place.mesh_config
-    about: dict[str, object] = {"mesh": mesh.sizes(), "config": to_dict(config)}
-    about |= {"steps": run.steps, "checkpoint": folder.name}
-    training.report(trained, f"{chosen.model} on {mesh}", about, json_path)
+    if hosts.joins and not watching.is_watched():
+        sys.exit(watching.watch(hosts, folder.name))
+    with hosts.joined():
+        from nnx_pipeline.config.config import to_dict
+        from nnx_pipeline.lab._report.output import check_outputs
+        from nnx_pipeline.train._cli import training
+
+        if hosts.leads:
+            check_outputs(json=json_path, metrics=run.metrics)
+        trained = training.train_and_save(config, chosen, hosts, run, texts, folder)
+        if hosts.leads:
+            mesh = hosts.mesh_config
+            about: dict[str, object] = {"mesh": mesh.sizes(), "config": to_dict(config)}
+            about |= {"steps": run.steps, "checkpoint": folder.name}
+            training.report(trained, f"{chosen.model} on {mesh}", about, json_path)

@@ -14,15 +14,15 @@ from jax.sharding import Mesh
 from nnx_pipeline.config._overrides import parse_overrides
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.parameter_count import count_parameters
-from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
-from nnx_pipeline.lab._cli.values import Chosen, Place
+from nnx_pipeline.lab._cli.values import Chosen
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._timing.devices import device_seen_as
 from nnx_pipeline.lab.errors import InputError, counted, note
 from nnx_pipeline.lab.mesh import MeshConfig
 from nnx_pipeline.ops._router import RouterMetrics
+from nnx_pipeline.train._cli.hosts import Hosts
 from nnx_pipeline.train._cli.journal import Journal
 from nnx_pipeline.train._cli.profiling import profiled
 from nnx_pipeline.train._cli.saving import RESUME_NOTE, Folder, Run, Saver, Texts, way_on
@@ -31,6 +31,7 @@ from nnx_pipeline.train._saved import MOST_WEIGHT, Origin
 from nnx_pipeline.train._text import Data
 from nnx_pipeline.train._useful import peak_of, useful_flops
 from nnx_pipeline.train.loop import Step, is_finite, largest_weight, train
+from nnx_pipeline.train.processes import stopping
 from nnx_pipeline.train.step import Metrics, TrainState, bytes_of_parameter
 
 
@@ -103,7 +104,7 @@ class _Ready(NamedTuple):
 
 
 def train_and_save(
-    config: Config, chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder
+    config: Config, chosen: Chosen, hosts: Hosts, run: Run, texts: Texts, folder: Folder
 ) -> Trained:
     """Trains and saves, up to the last step or to SIGTERM, with a progress bar on standard error.
 
@@ -112,60 +113,71 @@ def train_and_save(
     router = None
     with contextlib.ExitStack() as stack:
         steps, checks, journal = stack.enter_context(
-            _ready(config, chosen, place, run, texts, folder)
+            _ready(config, chosen, hosts, run, texts, folder)
         )
         traced = stack.enter_context(profiled(run.profile, journal.first, run.steps))
         saver, stops = checks.saver, None
-        advance = stack.enter_context(bar("training", run.steps, "compiling", journal.first))
+        shown = bar("training", run.steps, "compiling", journal.first)
+        advance = stack.enter_context(shown) if hosts.leads else _say_nothing
         for state, metrics in steps:
             number = journal.last + 1
             checks.finite_step(metrics, number)  # which waits for the step
             traced(number)
             advance(journal.add(metrics))
             router = metrics.router
-            if stops is None and saver is not None:
+            if stops is None and (saver is not None or hosts.joins):
                 # Until here there was nothing to save, and the first step may compile for minutes.
-                stops = stack.enter_context(ending.stopping_at_sigterm())
-            stopping = stops is not None and stops()
+                stops = stack.enter_context(stopping())
+            is_last = stops is not None and stops(number)
             is_due = number == run.steps or (saver is not None and saver.is_due(number))
-            if is_due or stopping or run.evaluates(number):
+            if is_due or is_last or run.evaluates(number):
                 advance("checking", 0)
                 # Who sent SIGTERM does not wait for long.
-                if stopping:
+                if is_last:
                     checks.sound(state)
                 else:
                     journal.evaluated(checks.held_out_loss(state))
-            if saver is not None and (is_due or stopping):
+            if saver is not None and (is_due or is_last):
                 advance("saving", 0)
                 saver.save(state)
-            if stopping:
-                note(f"SIGTERM came, and step {number} is saved; {RESUME_NOTE}")
+            if is_last:
+                _check_saved(saver, number)
                 break
             journal.pause()
     held_out = _held_out(journal.held_out, checks.data)
     return Trained(journal, held_out, _routing(router, config))
 
 
+def _say_nothing(text: str, by: int = 1) -> None: ...
+
+
+def _check_saved(saver: Saver | None, number: int) -> None:
+    """Notes what SIGTERM has ended; raises Failed where nothing is saved."""
+    if saver is None:  # of several processes, which go on until they can agree
+        raise Failed("SIGTERM came, and nothing is saved; give --checkpoint-dir DIR to go on later")
+    note(f"SIGTERM came, and step {number} is saved; {RESUME_NOTE}")
+
+
 @contextlib.contextmanager
 def _ready(
-    config: Config, chosen: Chosen, place: Place, run: Run, texts: Texts, folder: Folder
+    config: Config, chosen: Chosen, hosts: Hosts, run: Run, texts: Texts, folder: Folder
 ) -> Iterator[_Ready]:
     """The training, which has no steps where the last one was done before."""
-    devices = place.devices()
+    devices = hosts.devices()
     _check_memory(config, devices)
     _warn_of_no_rate(config, run.steps)
     data = texts.read(config, run)
     origin = Origin(run.seed, data.digest if data else None)
     fields = parse_overrides(chosen.assignments)
-    with folder.opened(config, origin, place.mesh_config.stage, fields) as saver, compiler_errors():
+    with folder.opened(config, origin, hosts.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
             saver.check_steps(run.steps)
-        grid = place.grid(devices, config.pipeline.sharding)
+        grid = hosts.grid(devices, config.pipeline.sharding)
         checks = _Checks(grid, data, saver, config)
         state = saver.first_state(config, grid) if saver else None
         first = 0 if state is None else int(state.step)
-        with run.metrics_file(first) as file:
-            least = _least_seconds(config, place.mesh_config, devices[0])
+        with run.metrics_file(first, hosts.leads) as file:
+            least = _least_seconds(config, hosts.mesh_config, devices[0])
             journal = Journal(config.train, first, least, file)
             if state is not None and first == run.steps:
                 journal.evaluated(checks.held_out_loss(state))
@@ -199,7 +211,8 @@ def _check_memory(config: Config, devices: Sequence[jax.Device]) -> None:
     parameters, train = count_parameters(config.model).total, config.train
     of_model = parameters * bytes_of_parameter(config)
     needed = of_model + 3 * 4 * train.global_batch * train.sequence_length
-    stats = devices[0].memory_stats() or {}
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    stats = own.memory_stats() or {}
     memory = stats.get("bytes_limit", 0) * len(devices)
     if devices[0].platform == "cpu":  # of each process, for all its devices
         of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
