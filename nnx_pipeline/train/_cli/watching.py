@@ -58,17 +58,18 @@ def watch(hosts: Hosts, run: str | None) -> int:
         again = left < hosts.restart and newest is not None and "--resume" not in sys.argv
         child = _Child([*sys.argv[1:], *["--resume"] * again])
         code = child.wait()
-        why = child.why(hosts)
-        if why is None:
+        fault = child.why(hosts)
+        if fault is None:
             return code
         if left:
-            say(f"nnx-pipeline: {why}; it begins again, of {left} times that are left")
-            time.sleep(_UNTIL_KNOWN if child.was_killed else _BREAK)
+            times = f"and may {left - 1} times more" if left > 1 else "for the last time"
+            say(f"nnx-pipeline: {fault}; it begins again, {times}")
+            time.sleep(_BREAK if code == -signal.SIGABRT else _UNTIL_KNOWN)
     newest = _newest(run)
     way = "nothing is saved to go on with"
     if newest is not None:
         way = f"the same command with --resume goes on after step {newest}"
-    say(f"nnx-pipeline: {why}; {way}")
+    say(f"nnx-pipeline: {fault}; {way}")
     return FAILED
 
 
@@ -119,25 +120,22 @@ class _Child:
         self._reader.join()
         return self._process.returncode
 
-    @property
-    def was_killed(self) -> bool:
-        return self._process.returncode < 0 and self._process.returncode != -signal.SIGABRT
-
     def why(self, hosts: Hosts) -> str | None:
-        """Which process was lost and how, in words; None where this one came to an end by itself.
+        return why(self._process.returncode, self._messages.decode(errors="replace"), hosts)
 
-        What is not understood of JAX's messages is shown as it is.
-        """
-        messages, code = self._messages.decode(errors="replace"), self._process.returncode
-        of = f" of {hosts.num_processes}" if hosts.num_processes else ""
-        if self.was_killed:
-            number = "" if hosts.process_id is None else f" {hosts.process_id}"
-            return f"process{number}{of} was ended by signal {-code}"
-        if code >= 0 and not messages:
-            return None
-        if silent := _SILENT.search(messages):
-            return f"process {silent[1]}{of} was lost, which sent no sign of life any more"
-        if _NO_COORDINATOR in messages:
-            return f"process 0{of} was lost, which coordinates the others"
-        sys.stderr.write(messages)
-        return None if code >= 0 else f"JAX ended a process{of}, and says above why"
+
+def why(code: int, messages: str, hosts: Hosts) -> str | None:
+    """Which process was lost and how, in words; None where the watched one has said all itself.
+
+    What is not understood of JAX's messages is written as it is.
+    """
+    of = f" of {hosts.num_processes}" if hosts.num_processes else ""
+    this = "a process" if hosts.process_id is None else f"process {hosts.process_id}"
+    if code < 0 and code != -signal.SIGABRT:
+        return f"{this}{of} was ended by signal {-code}"
+    if silent := _SILENT.search(messages):
+        return f"process {silent[1]}{of} was lost, which sent no sign of life any more"
+    if _NO_COORDINATOR in messages:
+        return f"process 0{of} was lost, which coordinates the others"
+    sys.stderr.write(messages)
+    return None if code >= 0 else f"JAX has ended {this}{of}, and says above why"
