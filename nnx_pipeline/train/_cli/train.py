@@ -51,7 +51,8 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
         type=click.IntRange(0),
         default=0,
         metavar="N",
-        help="Begin again up to N times, after the newest saved step, where a process was lost.",
+        help="Go on after the newest step in --checkpoint-dir, if there is one, and begin again up "
+        "to N times where a process was lost.",
     ),
 )
 @bundled(
