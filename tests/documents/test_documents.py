@@ -292,14 +292,16 @@ def test_every_block_is_of_a_kind_that_is_run():
     """Output that is shown below no code is that of the budget, `train`, `explain` and `--try`.
 
     Their own tests read them: the one below, test_resume.py, test_tries.py and test_explain.py,
-    which also makes a dump as the flags of XLA do. The script for several hosts is
-    no block of `python`: test_two_processes.py runs its like. So is the block of commands with
-    addresses of stores: test_object_stores.py runs it.
+    which also makes a dump as the flags of XLA do. The commands and scripts for several hosts
+    are no blocks that are run: test_train_processes.py and test_two_processes.py read them and run
+    their like. So is the block of commands with addresses of stores: test_object_stores.py runs it.
     """
     assert {block.language for block in BLOCKS} <= LANGUAGES
     alone = [block.text.split()[0] for block in BLOCKS if block.language == "text"]
     flags = 'XLA_FLAGS="--xla_dump_to=dump'
-    assert sorted(alone) == ["$", "MemoryExceeded:", flags, "change", "from", "line", "pip"]
+    hosts = ["#!/bin/sh", "host0$", "nnx-pipeline:"]
+    others = ["$", "MemoryExceeded:", flags, "change", "from", "line", "pip"]
+    assert sorted(alone) == sorted([*hosts, *others])
     shown = sum(1 for block in BLOCKS if block.shown)
     assert TEXT.count("```") == 2 * (len(BLOCKS) + shown)
 

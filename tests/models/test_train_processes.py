@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from documents import BLOCKS
 from helpers import Run, script, user_environment
 
 from nnx_pipeline.train._cli.hosts import Hosts
+from nnx_pipeline.train._cli.train import train_command
 from nnx_pipeline.train._cli.watching import why
 
 SMALL = (
@@ -75,7 +78,31 @@ def test_why_a_process_has_ended(
 ) -> None:
     found = why(code, messages, HOSTS)
     assert found == told or (told is not None and (found or "").startswith(told))
-    assert capsys.readouterr().err == ("of another kind" if "another kind" in messages else "")
+    assert capsys.readouterr().err == ("of another kind\n" if "another kind" in messages else "")
+
+
+def commands_for_hosts() -> Iterator[str]:
+    """The commands of docs/train.md for several hosts, by hand, on SLURM and on Kubernetes."""
+    for block in BLOCKS:
+        if block.language == "yaml" and "kind" in (found := yaml.safe_load(block.text)):
+            assert found["spec"]["completionMode"] == "Indexed"
+            (container,) = found["spec"]["template"]["spec"]["containers"]
+            assert container["command"] == ["sh", "-c"]
+            yield container["args"][0].replace("$JOB_COMPLETION_INDEX", "3")
+        elif block.language == "text" and block.text.startswith(("#!/bin/sh", "host0$")):
+            yield next(line for line in block.text.splitlines() if "nnx-pipeline train" in line)
+
+
+def test_the_commands_of_the_page() -> None:
+    commands = [*commands_for_hosts()]
+    assert len(commands) == 3
+    for command in commands:
+        words = command.partition("nnx-pipeline train ")[2].split()
+        given = train_command.make_context("train", words).params
+        sizes = Hosts(given["mesh"], given["platform"]).mesh_config
+        read = {name: given[name] for name in ("distributed", "coordinator", "num_processes")}
+        Hosts(given["mesh"], "local", **read, process_id=given["process_id"]).check()
+        assert sizes.num_devices % (given["num_processes"] or 4) == 0
 
 
 def free_port() -> int:
@@ -86,18 +113,27 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def trained(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def trained(
+    folder: Path, *options: str, slurm: bool = False
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The command in two processes, each of which writes to files beside the folder."""
     port, processes = free_port(), []
     with contextlib.ExitStack() as stack:
         for number in range(2):
             words = ("train", *SMALL, "--mesh", "stage=2,fsdp=2", *options)
-            words += ("--checkpoint-dir", str(folder), "--coordinator", f"127.0.0.1:{port}")
-            words += ("--num-processes", "2", "--process-id", str(number), "--json", "-")
+            words += ("--checkpoint-dir", str(folder), "--num-processes", "2", "--json", "-")
+            environment = user_environment()
+            if slurm:
+                names = ("STEP_NODELIST", "JOB_ID", "NTASKS", "PROCID", "LOCALID")
+                values = ("localhost", str(port), "2", str(number), str(number))
+                environment |= {f"SLURM_{n}": v for n, v in zip(names, values, strict=True)}
+                words += ("--distributed",)
+            else:
+                words += ("--coordinator", f"127.0.0.1:{port}", "--process-id", str(number))
             out = stack.enter_context(open(folder.with_suffix(f".out{number}"), "w"))
             err = stack.enter_context(open(folder.with_suffix(f".err{number}"), "w"))
             command = [sys.executable, "-c", script("nnx_pipeline"), *words]
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=user_environment())
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
             stack.callback(process.kill)
             processes.append(process)
         yield processes
@@ -138,8 +174,8 @@ def test_a_training_begins_again_after_a_kill(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_both_stop_at_sigterm(tmp_path: Path) -> None:
-    """After the same step, whichever process it comes to, with exit code 0."""
-    with trained(tmp_path / "run", "--steps", "1000000") as processes:
+    """After the same step, whichever process it comes to, with exit code 0; on SLURM."""
+    with trained(tmp_path / "run", "--steps", "1000000", slurm=True) as processes:
         until = time.monotonic() + 300
         while "training: 1 of" not in (tmp_path / "run.err0").read_text():
             assert time.monotonic() < until

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.support import FAILED
@@ -92,17 +92,15 @@ class _Child:
             stderr=subprocess.PIPE,
             env={**os.environ, _WATCHED: "1"},
         )
-        assert self._process.stderr is not None
-        self._reader = threading.Thread(target=self._read, args=(self._process.stderr,))
+        self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self, lines: IO[bytes]) -> None:
-        for line in lines:
+    def _read(self) -> None:
+        for line in self._process.stderr or ():
             if self._messages or _OF_JAX.match(line):
                 self._messages += line
             elif b" peer ranks. Expected number" not in line:  # of Gloo, on CPUs
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
+                say(line.decode(errors="replace").removesuffix("\n"))
 
     def wait(self) -> int:
         """Waits for the end, and passes SIGTERM on; SIGINT ends both. Returns the exit code."""
@@ -138,5 +136,6 @@ def why(code: int, messages: str, hosts: Hosts) -> str | None:
         return f"process {silent[1]}{of} was lost, which sent no sign of life any more"
     if _NO_COORDINATOR in messages:
         return f"process 0{of} was lost, which coordinates the others"
-    sys.stderr.write(messages)
+    if messages:
+        say(messages, keep="\n")
     return None if code >= 0 else f"JAX has ended {this}{of}, and says above why"
