@@ -1,7 +1,9 @@
 """What the entry point `nnx_pipeline.checkpoints` offers to the commands of `nnx-pipeline`."""
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -9,19 +11,14 @@ from jax.sharding import Mesh
 
 from linen_compat.checkpoints._named_config import read_config, stored_config
 from linen_compat.checkpoints.loading import load
-from linen_compat.checkpoints.train_state import load_train_state, save_train_state
+from linen_compat.checkpoints.saving import begin_orbax, layout_for
+from linen_compat.checkpoints.train_state import load_train_state, source_of
 from linen_compat.formats import _run_files as runs
 from linen_compat.formats._names import ORBAX, check_names, check_one_kind
-from linen_compat.formats._new_folder import new_folder
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
-from linen_compat.formats._run_files import (
-    ORIGIN,
-    RUN_CONFIG,
-    claimed,
-    keep_steps,
-    with_checksum,
-)
+from linen_compat.formats._processes import agree, from_first
+from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, with_checksum
 from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
 from linen_compat.maxtext.config import config_from_yaml, mesh_from_yaml
@@ -32,6 +29,7 @@ from nnx_pipeline.train import TrainState
 from nnx_pipeline.train._saved import Origin, SavedRun
 
 __all__ = [
+    "agree",
     "begin",
     "check_savable",
     "claimed",
@@ -55,26 +53,60 @@ def check_savable(config: Config) -> None:
     check_one_kind(config.model, ORBAX)
 
 
+@contextlib.contextmanager
+def claimed(run: str | Path) -> Iterator[None]:
+    """Keeps the folder of a run to this process, or of several to process 0."""
+    with contextlib.ExitStack() as stack:
+        from_first(lambda: stack.enter_context(runs.claimed(run)) or "")
+        yield
+
+
 def begin(folder: str | Path, config: Config, origin: Origin) -> None:
     """Writes what a `claimed` run has beside its steps; where it has steps, its origin stays."""
     run = place(folder)
-    runs.write(run / RUN_CONFIG, with_checksum(dataclasses.asdict(config)))
-    if not runs.has_steps(run):  # it is locked, and so cannot be replaced as a whole
-        (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
+
+    def write() -> str:
+        runs.write(run / RUN_CONFIG, with_checksum(dataclasses.asdict(config)))
+        if not runs.has_steps(run):  # it is locked, and so cannot be replaced as a whole
+            (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
+        return ""
+
+    from_first(write)
 
 
-def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
-    """Saves a training state, in the format `nnx`, as a new step of a run."""
+def save_step(
+    state: TrainState, folder: str | Path, config: Config, origin: Origin, *, later: bool
+) -> Callable[[], None]:
+    """Begins to save a training state, in the format `nnx`, as a new step of a run.
+
+    What is returned does it. With `later` the state may change before it does. All processes must
+    call it, and end it by `agree`.
+    """
     run = place(folder)
-    runs.check_claim(run)
-    if (_config(run), _origin(run)) != (config, origin):
-        raise Mismatch(
-            f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
-            "has written there; choose another folder"
-        )
+
+    def check() -> str:
+        runs.check_claim(run)
+        if (_config(run), _origin(run)) != (config, origin):
+            raise Mismatch(
+                f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this "
+                "one has written there; choose another folder"
+            )
+        return ""
+
+    from_first(check)
+    source, layout = source_of(state, NNX, copied=later), layout_for(state.model, NNX, None, None)
     # As MaxText's. The step gets its name only when it is complete.
-    with new_folder(run / str(int(state.step))) as made:
-        save_train_state(state, made / "items", NNX)
+    return begin_orbax(source, layout, [run / str(int(state.step)), "items"])
+
+
+def keep_steps(folder: str | Path, newest: int, most: int, every: int | None) -> None:
+    """Deletes steps of a run; see `runs.keep_steps`."""
+
+    def delete() -> str:
+        runs.keep_steps(folder, newest, most, every)
+        return ""
+
+    from_first(delete)
 
 
 def saved_run(folder: str | Path) -> SavedRun | None:

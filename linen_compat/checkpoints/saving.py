@@ -1,7 +1,11 @@
 """Saves models as checkpoints of any format."""
 
+import contextlib
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from linen_compat.formats._arguments import check_folder, check_savable_model
@@ -9,12 +13,15 @@ from linen_compat.formats._in_memory import ModelSource
 from linen_compat.formats._names import ORBAX, check_one_kind
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
+from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._orbax.stream import OrbaxDestination
 from linen_compat.formats._plausible import LARGEST_STEP, check_scalars, is_count
-from linen_compat.formats._streams import PARAMETERS, LayerSource, copy, nbytes_of
+from linen_compat.formats._processes import agree, check_in_all, from_first
+from linen_compat.formats._streams import PARAMETERS, copy, nbytes_of
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import InputError, Mixtral
+from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab.errors import one_of
 
 
@@ -29,7 +36,7 @@ def save(
 ) -> None:
     """Writes the parameters of a model as a checkpoint in a new folder.
 
-    - `model`: may be sharded over the devices of this process.
+    - `model`: may be sharded over the devices of several processes, which then all call this.
     - `checkpoint`: the folder to make; it must not exist yet, or be empty.
     - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined` or `nnx`, which are
       Orbax checkpoints: the folder itself is what Orbax restores, and for MaxText's own arrangement
@@ -44,9 +51,10 @@ def save(
     for `nnx`. With `rope_interleaved` query and key are in another order in a Hugging Face folder.
     With latent attention nothing changes, because the config says the factor on scores.
 
-    Raises InputError when the folder is not empty, when the arrays are spread over several
-    processes, when MaxText or transformers has no such model, or when it takes more bytes than are
-    free; and OSError, naming `checkpoint`, when the disk is full. Nothing is left behind then.
+    Raises InputError when the folder is not empty, when several processes do not share it or hold
+    parts of what is to be a Hugging Face folder, when MaxText or transformers has no such model, or
+    when it takes more bytes than are free; and OSError, naming `checkpoint`, when the disk is full.
+    Nothing is left behind then.
     """
     check_savable_model(model)
     check_folder(checkpoint)
@@ -84,8 +92,65 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     return TreeLayout(format, layers, stages, repeats, dense)
 
 
-def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
+def write_orbax(source: ModelSource, checkpoint: str | Path, layout: TreeLayout) -> None:
     """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
+    agree(begin_orbax(source, layout, [checkpoint]))
+
+
+def begin_orbax(
+    source: ModelSource, layout: TreeLayout, folders: Sequence[str | Path]
+) -> Callable[[], None]:
+    """Begins to write a checkpoint; what is returned writes it, and may run in another thread.
+
+    - `folders`: the new folder, or the ones that are to be made, each in the one before it.
+
+    Of a source that is spread over several processes all must begin, in their main threads. What
+    is returned then writes what this process holds. In process 0 it waits for the others, whose
+    errors it raises.
+    """
     check_scalars(source.scalars)  # so that the checkpoint can be read again
-    with new_folder(checkpoint, Room(nbytes_of(source), by_tensorstore=True)) as folder:
-        copy(source, OrbaxDestination(source, folder, layout), allow_nan=True)
+    room = Room(nbytes_of(source), by_tensorstore=True)
+
+    def opened(stack: contextlib.ExitStack) -> Path:
+        *above, last = folders
+        folder = Path()
+        for name in above:
+            folder = stack.enter_context(new_folder(folder / name))
+        return stack.enter_context(new_folder(folder / last if above else last, room))
+
+    def write() -> None:
+        with contextlib.ExitStack() as stack:
+            copy(source, OrbaxDestination(source, opened(stack), layout), allow_nan=True)
+
+    return _begin_part(source, layout, opened) if source.is_spread else write
+
+
+def _begin_part(
+    source: ModelSource, layout: TreeLayout, opened: Callable[[contextlib.ExitStack], Path]
+) -> Callable[[], None]:
+    stack = contextlib.ExitStack()  # of process 0: the folder gets its name when it is closed
+    mark, _, name = from_first(lambda: f"{secrets.token_hex(8)} {opened(stack)}").partition(" ")
+    folder, number = place(name), jax.process_index()
+    check_in_all(
+        folder.is_dir(),
+        lambda lacking: (
+            f"{folder}, which process 0 has made, is not seen by process {lacking}; "
+            "choose a folder on a file system that all processes share"
+        ),
+    )
+    part = Part(number, jax.process_count(), mark)
+
+    def write() -> None:
+        with stack:
+            try:
+                destination = OrbaxDestination(source, folder, layout, part=part)
+                destination.write_own(source)
+            except BaseException as error:
+                if number:
+                    part.fail(folder, error)
+                else:  # before the folder is removed, which they would make again
+                    part.wait_for_others(folder)
+                raise
+            destination.commit(source.scalars)
+
+    return write

@@ -89,7 +89,7 @@ def save_train_state(
 ) -> None:
     """Writes a training state as `save` writes a model, with the optimizer's state and the step.
 
-    - `state`: may be sharded over the devices of this process.
+    - `state`: may be sharded over the devices of several processes, which then all call this.
     - `checkpoint`: the folder to make; it must not exist yet, or be empty.
     - `format`: one of the Orbax formats of `save`. The moments and the count are in MaxText's
       `opt_state`, or for `nnx` in `optimizer`.
@@ -105,6 +105,16 @@ def save_train_state(
             "model alone by linen_compat.save(state.model, …), or give one of: "
             f"{', '.join(FORMATS)}"
         )
+    write_orbax(
+        source_of(state, format), checkpoint, layout_for(state.model, format, stages, repeats)
+    )
+
+
+def source_of(state: TrainState, format: str, *, copied: bool = False) -> ModelSource:
+    """What is stored of a training state; `copied` is as for `ModelSource`.
+
+    Raises InputError for what a format has no place for.
+    """
     parts = [part for part in (*MOMENTS, *COPIES) if _has(state.optimizer, part)]
     trees = {PARAMETERS: state.model, **{m: moment_of(state.optimizer, m) for m in parts}}
     names = [name for name in ("count", *GUARD, *SEVERAL) if _has(state.optimizer, name)]
@@ -115,8 +125,7 @@ def save_train_state(
             "alone by linen_compat.save(state.model, …)"
         )
     scalars = {"step": np.asarray(state.step), **{n: v for n, v in numbers.items() if v.size}}
-    source = ModelSource(state.model, trees, scalars)
-    write_orbax(source, checkpoint, layout_for(state.model, format, stages, repeats))
+    return ModelSource(state.model, trees, scalars, copied=copied)
 
 
 def _check_state(contents: Inspection) -> None:

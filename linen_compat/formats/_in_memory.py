@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 LAYERS = "pipeline.layers."
 
 
-def as_in_one_layer(leaves: Mapping[str, jax.Array]) -> dict[str, ArraySpec]:
+def as_in_one_layer(leaves: Mapping[str, "Held"]) -> dict[str, ArraySpec]:
     return {
         in_layer(path): ArraySpec(leaf.shape[stack_axes(path) :], np.dtype(leaf.dtype))
         for path, leaf in leaves.items()
@@ -65,18 +65,73 @@ def dotted_path(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
+@dataclass(frozen=True)
+class Shards:
+    """What this process holds of an array; over all processes each number once.
+
+    - `shard`: the shape of what one device holds.
+    - `pieces`: what this process writes, and where in the array that is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    shard: tuple[int, ...]
+    pieces: tuple[tuple[tuple[slice, ...], np.ndarray], ...]
+
+    @classmethod
+    def of(cls, array: jax.Array, *, copied: bool) -> "Shards":
+        own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+        pieces = tuple((shard.index, _as_numpy(shard.data, copied=copied)) for shard in own)
+        shape = array.sharding.shard_shape(array.shape)
+        return cls(array.shape, np.dtype(array.dtype), shape, pieces)
+
+
+def _as_numpy(array: jax.Array, *, copied: bool) -> np.ndarray:
+    return np.array(array) if copied else np.asarray(array)
+
+
+Held = jax.Array | np.ndarray | Shards
+
+
+def _held(array: jax.Array, *, spread: bool, copied: bool) -> Held:
+    if spread:
+        return Shards.of(array, copied=copied)
+    return _as_numpy(array, copied=True) if copied else array
+
+
 class ModelSource:
-    """A model in memory as a `LayerSource`: for each part a tree in the model's structure."""
+    """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
+
+    - `copied`: whether its arrays are copied now, as those that a step of training will change.
+
+    Of a model that is spread over several processes it is a `SpreadSource`.
+    """
 
     def __init__(
-        self, model: Mixtral, trees: Mapping[str, Mixtral], scalars: Mapping[str, np.ndarray]
+        self,
+        model: Mixtral,
+        trees: Mapping[str, Mixtral],
+        scalars: Mapping[str, np.ndarray],
+        *,
+        copied: bool = False,
     ) -> None:
         check_names(model.config.model)
         self.num_layers = model.config.model.num_layers
         self.num_dense_layers = model.config.model.num_dense_layers
         self.parts, self.scalars = tuple(trees), scalars
         self._stack = model.pipeline.runner.stack
-        self._arrays = {part: parameter_paths(tree) for part, tree in trees.items()}
+        leaves = {part: parameter_paths(tree) for part, tree in trees.items()}
+        every = [leaf for paths in leaves.values() for leaf in paths.values()]
+        self.is_spread = not all(leaf.is_fully_addressable for leaf in every)
+        for leaf in every if copied else ():
+            leaf.copy_to_host_async()  # all begin before the first is waited for
+        self._arrays: dict[str, dict[str, Held]] = {
+            part: {
+                path: _held(leaf, spread=self.is_spread, copied=copied)
+                for path, leaf in paths.items()
+            }
+            for part, paths in leaves.items()
+        }
         self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most
         self.arrays = as_in_one_layer(self._arrays[PARAMETERS])
         self.attention_scale = streams.scale_in_arrays(
@@ -100,9 +155,39 @@ class ModelSource:
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         return streams.array_title(path, layer, part)
 
+    def shard(self, path: str, part: str) -> tuple[int, ...]:
+        full = path if path in self._arrays[part] else self._in_stack(path, 0)
+        shape: tuple[int, ...] = self._shards(full, part).shard[stack_axes(full) :]
+        return shape
+
+    def pieces(
+        self, path: str, layer: int | None, part: str
+    ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        full, at = self._place(path, layer)
+        shards, stack = self._shards(full, part), stack_axes(full)
+        place = np.unravel_index(at, shards.shape[:stack]) if stack else ()
+        for index, piece in shards.pieces:
+            begins = [cut.indices(size)[:2] for cut, size in zip(index, shards.shape, strict=True)]
+            if all(a <= number < b for number, (a, b) in zip(place, begins, strict=False)):
+                inside = tuple(
+                    int(number) - a for number, (a, _) in zip(place, begins, strict=False)
+                )
+                yield tuple(slice(*cut) for cut in begins[stack:]), piece[inside]
+
+    def _shards(self, full: str, part: str) -> Shards:
+        array = self._arrays[part][full]
+        if not isinstance(array, Shards):
+            raise TypeError(f"{full} is in one process")
+        return array
+
+    def _place(self, path: str, layer: int | None) -> tuple[str, int]:
+        """The full path of an array, and where in the stack of its layers one of them is."""
+        if layer is None or path.startswith(EARLY):
+            return path, layer or 0
+        return self._in_stack(path, layer), int(self._stack.places[layer])
+
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
-        outside = layer is None or path.startswith(EARLY)
-        full = path if layer is None or outside else self._in_stack(path, layer)
+        full, at = self._place(path, layer)
         # Layers of one array are read in turn, so the array stays here for the next of them.
         if (part, full) not in self._gathered:
             self._gathered.clear()  # before the next one takes memory
@@ -110,7 +195,6 @@ class ModelSource:
         array = self._gathered[part, full]
         if layer is None:
             return array
-        at = layer if outside else int(self._stack.places[layer])
         of_layer: np.ndarray = array.reshape(-1, *array.shape[stack_axes(full) :])[at]
         return of_layer
 
@@ -121,12 +205,12 @@ class ModelSource:
         return f"{LAYERS}{kind}{path}"
 
 
-def _on_host(array: jax.Array, path: str) -> np.ndarray:
+def _on_host(array: Held, path: str) -> np.ndarray:
     """The whole array. Raises InputError when other processes hold parts of it."""
-    if not array.is_fully_addressable:
+    if isinstance(array, Shards):
         raise InputError(
-            f"{path} is sharded over several processes, but one process must write a checkpoint; "
-            "gather the model first, or save it from a run with one process"
+            f"{path} is sharded over several processes, but one process must write this format; "
+            "save it in another one, and convert that"
         )
     return np.asarray(array)
 

@@ -111,6 +111,18 @@ class SourceOfParts(LayerSource, Protocol):
     def close(self) -> None: ...
 
 
+class SpreadSource(LayerSource, Protocol):
+    """A source of which several processes hold parts, each number in one of them."""
+
+    def shard(self, path: str, part: str) -> tuple[int, ...]:
+        """The shape of what a device holds of one layer, or of an array outside the layers."""
+
+    def pieces(
+        self, path: str, layer: int | None, part: str
+    ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """What this process holds of one array, and where in the array that is."""
+
+
 class LayerDestination(Protocol):
     """A checkpoint to write, in a new folder of its own (see `new_folder.new_folder`).
 

@@ -25,6 +25,7 @@ from linen_compat.formats._orbax.corruption import (
     lost,
     unreadable,
 )
+from linen_compat.formats._orbax.parts import Part, PartsOfOthers, merge
 from linen_compat.formats._paths import database, in_folder, new_context, with_real_paths
 from linen_compat.formats._store_folder import check_claim
 from linen_compat.formats._streams import ArraySpec, Mismatch
@@ -203,12 +204,15 @@ class NewArrays:
     with `_METADATA`, which shows that the checksums are theirs.
 
     Several threads may write. What is written must not change until `finish`. `durable` waits for
-    the disk at each commit, else the system writes to it in its own time.
+    the disk at each commit, else the system writes to it in its own time. With a `part` several
+    processes write to one folder, each to a database of its own, and every array is created in all
+    of them; the first one makes one database of all.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = True) -> None:
-        self.folder = folder
-        self._mark = secrets.token_hex(8)
+    def __init__(self, folder: Path, *, durable: bool = True, part: Part | None = None) -> None:
+        self.folder, self._part = folder, part
+        self._database = folder / part.name if part else folder
+        self._mark = part.mark if part else secrets.token_hex(8)
         self._sums: dict[str, dict[int, str]] = {}
         self._stores: dict[str, ts.TensorStore] = {}
         self._described = ts.Transaction()  # the metadata of all arrays, committed last
@@ -217,15 +221,27 @@ class NewArrays:
         self._context = new_context(file_io_sync=durable)
 
     def create(
-        self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
+        self,
+        leaf: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        stacked_axes: Iterable[int] = (),
+        shard: tuple[int, ...] | None = None,
     ) -> None:
-        """Makes room for an array; along `stacked_axes` chunks have length 1."""
+        """Makes room for an array; along `stacked_axes` chunks have length 1.
+
+        - `shard`: what one device holds of a layer, in which chunks then divide evenly.
+        """
         stacked = set(stacked_axes)
-        block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
+        edges = [1 if a in stacked else size for a, size in enumerate(shape)]
+        if shard is not None:
+            inner = iter(shard)
+            edges = [1 if a in stacked else next(inner) for a in range(len(shape))]
+        block = _block(edges, dtype, even=shard is not None)
         spec = {
             "driver": "zarr3",
             "kvstore": {
-                **_kvstore(self.folder, leaf, in_database=True),
+                **_kvstore(self._database, leaf, in_database=True),
                 "config": {"max_inline_value_bytes": 1024},
             },
             "metadata": {
@@ -255,10 +271,15 @@ class NewArrays:
     def dtype(self, leaf: str) -> np.dtype:
         return self._stores[leaf].dtype.numpy_dtype
 
-    def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
-        """Stores the part of a created array at `index`, empty for the whole, block by block."""
+    def write(self, leaf: str, index: Index, array: np.ndarray, within: Index = ()) -> None:
+        """Stores the part of a created array at `index`, empty for the whole, block by block.
+
+        - `within`: where in that part the array is, if it is a shard.
+        """
         store = self._stores[leaf]
         part = store[index] if index else store
+        if within:
+            part = part[within][ts.d[:].translate_to[0]]
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
         grid = _grid(store)
         is_large = array.nbytes >= _BLOCK_BYTES
@@ -266,17 +287,26 @@ class NewArrays:
         is_kept = is_large or getattr(array.base, "nbytes", 0) <= array.nbytes
         for block in _blocks(array.shape, chunk):
             piece = contiguous(array[block])
-            number = grid.number(box_of(grid.shape, (index, block)))
+            number = grid.number(box_of(grid.shape, (index, within, block)))
             self._sums[leaf][number] = checksum(piece)
             self._add(part[block], piece if is_kept else piece.copy())
         if is_large:  # for the same reason
             self._flush()
 
     def finish(self, empty: Iterable[str] = (), custom: Json | None = None) -> None:
-        """Writes the tree's metadata; `empty` has the paths of leaves that are None."""
+        """Writes the tree's metadata; `empty` has the paths of leaves that are None.
+
+        Of several processes the first one does, when the others have finished.
+        """
         self._flush()
         with self._writing():
             self._described.commit_async().result()
+        if self._part is not None:
+            if self._part.number:
+                self._part.tell(self.folder, self._sums)
+                return
+            self._add_others(PartsOfOthers.when_done(self.folder, self._part))
+            custom = {**(custom or {}), corruption.PROCESSES: self._part.count}
         tree = {}
         for leaf, store in self._stores.items():
             value = {
@@ -297,6 +327,16 @@ class NewArrays:
         }
         text = json.dumps(corruption.metadata_with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
+
+    def _add_others(self, others: PartsOfOthers) -> None:
+        """Raises RuntimeError where no process has written a chunk."""
+        for leaf, sums in self._sums.items():
+            sums |= others.sums_of(leaf)
+            if len(sums) != (size := _grid(self._stores[leaf]).size):
+                raise RuntimeError(f"of {leaf} {len(sums)} of {size} chunks were written")
+        with self._writing():
+            merge(self.folder, others.names)
+        others.remove()
 
     def _add(self, place: ts.TensorStore, piece: np.ndarray) -> None:
         """Adds a write to the batch of all threads; the one that fills it commits it."""
@@ -371,14 +411,16 @@ def _entry(leaf: str, value: Json) -> Json:
     return {str(tuple(keys)): {"key_metadata": kinds, "value_metadata": value}}
 
 
-def _block(shape: list[int], dtype: np.dtype) -> list[int]:
-    """The shape, cut along its first axes until it takes `_BLOCK_BYTES` or less."""
+def _block(shape: list[int], dtype: np.dtype, *, even: bool) -> list[int]:
+    """The shape, cut along its first axes until it takes `_BLOCK_BYTES` or less; into equal pieces
+    where that is asked for."""
     block = list(shape)
-    for axis in range(len(block)):
+    for axis, size in enumerate(shape):
         nbytes = math.prod(block) * dtype.itemsize
         if nbytes <= _BLOCK_BYTES:
             break
-        block[axis] = max(1, block[axis] * _BLOCK_BYTES // nbytes)
+        most = max(1, size * _BLOCK_BYTES // nbytes)
+        block[axis] = next(n for n in range(most, 0, -1) if size % n == 0) if even else most
     return block
 
 

@@ -23,6 +23,7 @@ _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
 # Custom metadata of what this project writes: the checksum of the metadata, the checksums of each
 # array's chunks, and the mark that all arrays of this very checkpoint have.
 _CHECKSUM, CHUNKS, MARK = "crc32_of_metadata", "crc32_of_chunks", "nnx_pipeline_checkpoint"
+PROCESSES = "processes"  # how many have written it, each to a database of its own
 _NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
 # What TensorStore raises for stores that are damaged, missing or not to be read.
 _LOST = ("CURL error", "UNAVAILABLE", "DEADLINE_EXCEEDED", "retry attempts failed")
@@ -59,6 +60,7 @@ def read_metadata(items: Path) -> Metadata:
     rotary = custom.get("rotary")
     if rotary is not None and not _is_rotary(rotary):
         raise _broken(file, f"rotary={rotary!r} does not say an order and a scaling")
+    _check_parts(items, custom.get(PROCESSES, 0))
     leaves = []
     for key, entry in tree.items():
         kind = entry.get("value_metadata") if isinstance(entry, dict) else None
@@ -75,6 +77,17 @@ def read_metadata(items: Path) -> Metadata:
         chunks=custom.get(CHUNKS),
         mark=custom.get(MARK),
     )
+
+
+def _check_parts(items: Path, count: int) -> None:
+    """Raises Mismatch where the database of one of the processes that wrote is missing."""
+    for number in range(count):
+        name = f"{_OF_PROCESSES}process_{number}"
+        if not any(path.is_dir() for path in (items / name, items / name / "d")):
+            raise Mismatch(
+                f"{items} lacks {name}, the part that process {number} of {count} wrote: the "
+                "checkpoint is damaged; restore that folder, or take another step"
+            )
 
 
 def _is_rotary(value: object) -> bool:

@@ -16,7 +16,15 @@ from linen_compat.formats._orbax.corruption import check_databases
 from linen_compat.formats._orbax.inspect import Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
 from linen_compat.formats._orbax.leaves import SCALAR_PATHS
-from linen_compat.formats._streams import COPIES, MOMENTS, PARAMETERS, ArraySpec, array_title
+from linen_compat.formats._orbax.parts import Part
+from linen_compat.formats._streams import (
+    COPIES,
+    MOMENTS,
+    PARAMETERS,
+    ArraySpec,
+    SpreadSource,
+    array_title,
+)
 
 _PREFIXES = {
     "maxtext": {
@@ -128,10 +136,11 @@ class OrbaxDestination:
         layout: TreeLayout,
         *,
         durable: bool = True,
+        part: Part | None = None,
     ) -> None:
         """Has a place for all arrays of a source. The folder is empty.
 
-        `durable`: see `NewArrays`.
+        `durable`, `part`: see `NewArrays`.
         """
         self.layout, self._arrays = layout, source.arrays
         self._family = "nnx" if layout.format == NNX else "maxtext"
@@ -140,23 +149,18 @@ class OrbaxDestination:
         if self._family == "maxtext":
             self.attention_scale = scale_in_maxtext(self._arrays)
         self._names = names_by_path(self._arrays)
-        self._files = NewArrays(folder, durable=durable)
+        self._files, self._is_part = NewArrays(folder, durable=durable, part=part), part is not None
         self._written = set[tuple[str, str, int | None]]()
         self._creating = threading.Lock()
 
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
     ) -> None:
-        names = self._names[path]
-        slot = self.layout.slot(names, layer)
+        slot = self.layout.slot(self._names[path], layer)
         leaf = _PREFIXES[self._family][part] + slot.leaf
         with self._creating:
             if leaf not in self._files:  # the first layer decides shape and dtype for all
-                shape, axes = array.shape, range(0)
-                if layer is not None:
-                    shape = self.layout.stacked(names, array.shape)
-                    axes = self.layout.stacked_axes(names)
-                self._files.create(leaf, shape, array.dtype, axes)
+                self._create(leaf, (path, layer), ArraySpec(array.shape, array.dtype))
         if array.dtype != self._files.dtype(leaf):
             raise streams.Mismatch(
                 f"{array_title(path, layer, part)} is {array.dtype} and another layer of it is "
@@ -166,9 +170,40 @@ class OrbaxDestination:
         self._files.write(leaf, slot.index, array)
         self._written.add((part, path, layer))
 
+    def _create(
+        self,
+        leaf: str,
+        place: tuple[str, int | None],
+        spec: ArraySpec,
+        shard: tuple[int, ...] | None = None,
+    ) -> None:
+        """Makes room for what stores an array of a layer; see `NewArrays.create`."""
+        path, layer = place
+        shape, axes, names = spec.shape, range(0), self._names[path]
+        if layer is not None:
+            shape, axes = self.layout.stacked(names, shape), self.layout.stacked_axes(names)
+        self._files.create(leaf, shape, spec.dtype, axes, shard)
+
+    def write_own(self, source: SpreadSource) -> None:
+        """Stores what this process holds of all arrays of a source."""
+        ratio = streams.ratio_of(source.attention_scale, self.attention_scale)
+        for part in (part for part in source.parts if part in self.parts):
+            for path, layer in streams.walk(source):
+                slot = self.layout.slot(self._names[path], layer)
+                leaf = _PREFIXES[self._family][part] + slot.leaf
+                if leaf not in self._files:
+                    spec = ArraySpec(source.arrays[path].shape, source.dtype(path, part))
+                    self._create(leaf, (path, layer), spec, source.shard(path, part))
+                for within, piece in source.pieces(path, layer, part):
+                    streams.check_sign(piece, source.name(path, layer, part), part)
+                    scaled = path in streams.SCALED and ratio != 1.0
+                    values = streams.times_ratio(piece, ratio) if scaled else piece
+                    self._files.write(leaf, slot.index, values, within)
+
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
         """Raises RuntimeError when a layer of an array was never written."""
-        self._check_complete()
+        if not self._is_part:
+            self._check_complete()
         paths = SCALAR_PATHS[self._family]
         if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
             scalars = {"schedule_count": scalars["count"], **scalars}

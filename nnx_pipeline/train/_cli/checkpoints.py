@@ -6,6 +6,7 @@ of `Checkpoints` in the group `nnx_pipeline.checkpoints`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -49,7 +50,7 @@ class Checkpoints(Protocol):
         """
 
     def claimed(self, run: str | Path) -> AbstractContextManager[None]:
-        """Keeps the folder of a run, or of one to be made, to this process."""
+        """Keeps the folder of a run, or of one to be made, to the processes of this training."""
 
     def begin(self, folder: str | Path, config: Config, origin: Origin) -> None:
         """Writes what a run has beside its steps, into a folder that is claimed."""
@@ -58,9 +59,15 @@ class Checkpoints(Protocol):
         """Raises InputError unless the states of a model of this config can be saved."""
 
     def save_step(
-        self, state: TrainState, folder: str | Path, config: Config, origin: Origin
-    ) -> None:
-        """Saves a state as a new step of a run; no step is ever there unfinished."""
+        self, state: TrainState, folder: str | Path, config: Config, origin: Origin, *, later: bool
+    ) -> Callable[[], None]:
+        """Begins to save a state as a new step of a run; what is returned does it, in any thread.
+
+        No step is ever there unfinished. With `later` the state may change before it is saved.
+        """
+
+    def agree(self, write: Callable[[], None]) -> None:
+        """Calls this; what it raises in process 0 is raised in all processes."""
 
     def keep_steps(self, folder: str | Path, newest: int, most: int, every: int | None) -> None:
         """Deletes steps of a run, but for the `most` last up to `newest` and each `every`-th."""

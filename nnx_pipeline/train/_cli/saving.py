@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -96,10 +97,11 @@ def _takes_long(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Folder:
-    """The values of `--checkpoint-dir`, `--save-every`, `--resume`, `--keep` and `--keep-every`."""
+    """The values of `--checkpoint-dir`, `--resume`, and of the options of what is saved when."""
 
     name: str | None
     every: int | None
+    in_background: bool
     resume: bool
     keep: int | None
     keep_every: int | None
@@ -122,6 +124,7 @@ class Folder:
             for flag, value in (
                 ("--resume", self.resume),
                 ("--save-every", self.every),
+                ("--save-in-background", self.in_background),
                 ("--keep", self.keep),
             ):
                 if value:
@@ -144,7 +147,8 @@ class Folder:
                 newest = None
             else:
                 config, newest = saved.to_go_on(config, origin, stages, fields), saved.step
-            yield Saver(offered, self, config, origin, saved, newest)
+            with ThreadPoolExecutor(1) as writer:  # at its end it waits for what is being saved
+                yield Saver(offered, self, config, origin, saved, newest, writer)
 
     def _nothing(self) -> str:
         """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
@@ -169,7 +173,7 @@ class Saver:
     """Saves steps of a training.
 
     `config` is what the run has beside its steps, `saved` the run that is resumed, if any, and
-    `newest` the number of the newest saved step, if any.
+    `newest` the number of the newest saved step, if any. `writer` saves in the background.
     """
 
     offered: Checkpoints
@@ -178,6 +182,8 @@ class Saver:
     origin: Origin
     saved: SavedRun | None
     newest: int | None
+    writer: Executor
+    _begun: tuple[int, Callable[[], None]] | None = None  # a step, and what ends its save
 
     @property
     def run(self) -> str:
@@ -210,16 +216,35 @@ class Saver:
         return every is not None and step % every == 0
 
     def save(self, state: TrainState) -> None:
+        """Saves a state, or begins to, when the save before has ended.
+
+        Raises Failed where a step cannot be saved.
+        """
+        self.finish()
+        later = self.folder.in_background
         try:
             if self.saved is not None and self.newest == self.saved.step:
                 self.offered.begin(self.run, self.config, self.origin)
-            self.offered.save_step(state, self.run, self.config, self.origin)
-            keep, every = self.folder.keep, self.folder.keep_every
-            if keep is not None:  # once the new step is whole
-                self.offered.keep_steps(self.run, int(state.step), keep, every)
+            write = self.offered.save_step(state, self.run, self.config, self.origin, later=later)
         except InputError as error:
             raise Failed(str(error)) from error
-        self.newest = int(state.step)
+        self._begun = int(state.step), self.writer.submit(write).result if later else write
+        if not later:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way, if any; raises Failed where it has failed."""
+        if self._begun is None:
+            return
+        (step, write), self._begun = self._begun, None
+        try:
+            self.offered.agree(write)
+            keep, every = self.folder.keep, self.folder.keep_every
+            if keep is not None:  # once the new step is whole
+                self.offered.keep_steps(self.run, step, keep, every)
+        except InputError as error:
+            raise Failed(str(error)) from error
+        self.newest = step
         ending.add_note(RESUME_NOTE)
 
 

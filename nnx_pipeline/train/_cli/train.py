@@ -132,6 +132,12 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
         help="Save every N steps, and not at the end alone.",
     ),
     click.option(
+        "--save-in-background",
+        "in_background",
+        is_flag=True,
+        help="Train on while a step is saved, from a copy in the memory of the host.",
+    ),
+    click.option(
         "--keep",
         type=COUNT,
         metavar="N",

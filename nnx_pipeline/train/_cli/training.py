@@ -144,6 +144,8 @@ def train_and_save(
                 _check_saved(saver, number)
                 break
             journal.pause()
+        if saver is not None:
+            saver.finish()
     held_out = _held_out(journal.held_out, checks.data)
     return Trained(journal, held_out, _routing(router, config))
 
@@ -155,6 +157,7 @@ def _check_saved(saver: Saver | None, number: int) -> None:
     """Notes what SIGTERM has ended; raises Failed where nothing is saved."""
     if saver is None:  # of several processes, which go on until they can agree
         raise Failed("SIGTERM came, and nothing is saved; give --checkpoint-dir DIR to go on later")
+    saver.finish()
     note(f"SIGTERM came, and step {number} is saved; {RESUME_NOTE}")
 
 
