@@ -83,7 +83,7 @@ def _check_parts(items: Path, count: int) -> None:
     """Raises Mismatch where the database of one of the processes that wrote is missing."""
     for number in range(count):
         name = f"{_OF_PROCESSES}process_{number}"
-        if not any(path.is_dir() for path in (items / name, items / name / "d")):
+        if not (items / name / MANIFEST).is_file():
             raise Mismatch(
                 f"{items} lacks {name}, the part that process {number} of {count} wrote: the "
                 "checkpoint is damaged; restore that folder, or take another step"
