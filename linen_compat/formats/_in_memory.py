@@ -79,8 +79,12 @@ class Shards:
     pieces: tuple[tuple[tuple[slice, ...], np.ndarray], ...]
 
     @classmethod
-    def of(cls, array: jax.Array, *, copied: bool) -> "Shards":
-        own = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    def of(cls, array: jax.Array, *, turn: int, copied: bool) -> "Shards":
+        """Of the devices that hold copies of one shard another one writes at each `turn`."""
+        places = array.sharding.devices_indices_map(array.shape).values()
+        copies = len(places) // len({str(place) for place in places})
+        shards = array.addressable_shards
+        own = [shard for shard in shards if shard.replica_id == turn % copies]
         pieces = tuple((shard.index, _as_numpy(shard.data, copied=copied)) for shard in own)
         shape = array.sharding.shard_shape(array.shape)
         return cls(array.shape, np.dtype(array.dtype), shape, pieces)
@@ -91,12 +95,6 @@ def _as_numpy(array: jax.Array, *, copied: bool) -> np.ndarray:
 
 
 Held = jax.Array | np.ndarray | Shards
-
-
-def _held(array: jax.Array, *, spread: bool, copied: bool) -> Held:
-    if spread:
-        return Shards.of(array, copied=copied)
-    return _as_numpy(array, copied=True) if copied else array
 
 
 class ModelSource:
@@ -125,11 +123,15 @@ class ModelSource:
         self.is_spread = not all(leaf.is_fully_addressable for leaf in every)
         for leaf in every if copied else ():
             leaf.copy_to_host_async()  # all begin before the first is waited for
+        turns = itertools.count()
+
+        def held(leaf: jax.Array) -> Held:
+            if self.is_spread:
+                return Shards.of(leaf, turn=next(turns), copied=copied)
+            return _as_numpy(leaf, copied=True) if copied else leaf
+
         self._arrays: dict[str, dict[str, Held]] = {
-            part: {
-                path: _held(leaf, spread=self.is_spread, copied=copied)
-                for path, leaf in paths.items()
-            }
+            part: {path: held(leaf) for path, leaf in paths.items()}
             for part, paths in leaves.items()
         }
         self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most

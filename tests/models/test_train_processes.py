@@ -155,9 +155,10 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.slow
 def test_a_training_begins_again_after_a_kill(run: Run, tmp_path: Path) -> None:
     """By `--restart`, in both processes, with the losses of one process without a stop."""
-    steps = ("--steps", "400", "--save-every", "100")
-    with trained(tmp_path / "run", *steps, "--restart", "1") as processes:
-        wait_for(tmp_path / "run" / "100", processes)
+    steps = ("--steps", "40")
+    options = ("--save-every", "10", "--restart", "1")
+    with trained(tmp_path / "run", *steps, *options) as processes:
+        wait_for(tmp_path / "run" / "10", processes)
         os.kill(child_of(processes[1]), signal.SIGKILL)
         codes = [process.wait(300) for process in processes]
     said = [(tmp_path / f"run.err{number}").read_text() for number in range(2)]
@@ -168,7 +169,7 @@ def test_a_training_begins_again_after_a_kill(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "run.out1").read_text() == ""
     words = ("train", *SMALL, "--mesh", "stage=2,fsdp=2", *steps, "--json", "-")
     alone = run(*words).json["losses"]
-    assert found["resumed_after"] >= 100
+    assert found["resumed_after"] >= 10
     assert found["losses"] == pytest.approx(alone[found["resumed_after"] :], rel=1e-5)
 
 
