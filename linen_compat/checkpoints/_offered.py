@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import yaml
 from jax.sharding import Mesh
 
@@ -13,11 +14,12 @@ from linen_compat.checkpoints._named_config import read_config, stored_config
 from linen_compat.checkpoints.loading import load
 from linen_compat.checkpoints.saving import begin_orbax, layout_for
 from linen_compat.checkpoints.train_state import load_train_state, source_of
+from linen_compat.formats import _intact as checksums
 from linen_compat.formats import _run_files as runs
 from linen_compat.formats._names import ORBAX, check_names, check_one_kind
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
-from linen_compat.formats._processes import agree, from_first
+from linen_compat.formats._processes import agree, check_in_all, from_first
 from linen_compat.formats._run_files import ORIGIN, RUN_CONFIG, with_checksum
 from linen_compat.formats._streams import Mismatch
 from linen_compat.maxtext._values import load_yaml
@@ -110,7 +112,37 @@ def keep_steps(folder: str | Path, newest: int, most: int, every: int | None) ->
 
 
 def saved_run(folder: str | Path) -> SavedRun | None:
-    """The run that `save_step` has saved in a folder; None where there is no saved step of one."""
+    """The run that `save_step` has saved in a folder; None where there is no saved step of one.
+
+    Raises Mismatch where one of several processes sees another one than process 0.
+    """
+    if not jax.distributed.is_initialized():  # such as one that watches another, without devices
+        return _saved_run(folder)
+    found: list[SavedRun | None] = []
+
+    def find() -> str:
+        found.append(_saved_run(folder))
+        return _described(found[0])
+
+    told = from_first(find)
+    with contextlib.suppress(ValueError, OSError):  # which process 0 does not see
+        found = found or [_saved_run(folder)]
+    check_in_all(
+        bool(found) and _described(found[0]) == told,
+        lambda number: (
+            f"{folder} is not to process {number} what it is to process 0; choose a folder on a "
+            "file system that all processes share"
+        ),
+    )
+    return found[0]
+
+
+def _described(run: SavedRun | None) -> str:
+    about = None if run is None else (run.newest.name, run.config, run.origin)
+    return checksums.of_bytes(repr(about).encode())
+
+
+def _saved_run(folder: str | Path) -> SavedRun | None:
     run = place(folder)
     if not str(folder) or not runs.has_steps(run):
         return None

@@ -94,7 +94,11 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 def write_orbax(source: ModelSource, checkpoint: str | Path, layout: TreeLayout) -> None:
     """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
-    agree(begin_orbax(source, layout, [checkpoint]))
+    write = begin_orbax(source, layout, [checkpoint])
+    if source.is_spread:
+        agree(write)
+    else:  # one of several processes may save alone what it holds
+        write()
 
 
 def begin_orbax(
@@ -131,17 +135,19 @@ def _begin_part(
     stack = contextlib.ExitStack()  # of process 0: the folder gets its name when it is closed
     mark, _, name = from_first(lambda: f"{secrets.token_hex(8)} {opened(stack)}").partition(" ")
     folder, number = place(name), jax.process_index()
-    check_in_all(
-        folder.is_dir(),
-        lambda lacking: (
-            f"{folder}, which process 0 has made, is not seen by process {lacking}; "
-            "choose a folder on a file system that all processes share"
-        ),
-    )
     part = Part(number, jax.process_count(), mark)
+    with stack:
+        check_in_all(
+            part.can_begin(folder),
+            lambda lacking: (
+                f"{folder}, which process 0 has made, is not seen by process {lacking}, or cannot "
+                "be written by it; choose a folder on a file system that all processes share"
+            ),
+        )
+        begun = stack.pop_all()
 
     def write() -> None:
-        with stack:
+        with begun:
             try:
                 destination = OrbaxDestination(source, folder, layout, part=part)
                 destination.write_own(source)

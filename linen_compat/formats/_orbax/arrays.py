@@ -25,7 +25,7 @@ from linen_compat.formats._orbax.corruption import (
     lost,
     unreadable,
 )
-from linen_compat.formats._orbax.parts import Part, PartsOfOthers, merge
+from linen_compat.formats._orbax.parts import Part, PartsOfOthers, files_of, merge
 from linen_compat.formats._paths import database, in_folder, new_context, with_real_paths
 from linen_compat.formats._store_folder import check_claim
 from linen_compat.formats._streams import ArraySpec, Mismatch
@@ -293,20 +293,26 @@ class NewArrays:
         if is_large:  # for the same reason
             self._flush()
 
-    def finish(self, empty: Iterable[str] = (), custom: Json | None = None) -> None:
-        """Writes the tree's metadata; `empty` has the paths of leaves that are None.
-
-        Of several processes the first one does, when the others have finished.
-        """
+    def complete(self) -> None:
+        """Commits all that was written, and tells the first of several processes."""
         self._flush()
         with self._writing():
             self._described.commit_async().result()
-        if self._part is not None:
-            if self._part.number:
-                self._part.tell(self.folder, self._sums)
-                return
-            self._add_others(PartsOfOthers.when_done(self.folder, self._part))
-            custom = {**(custom or {}), corruption.PROCESSES: self._part.count}
+        if self._part is not None and self._part.number:
+            self._part.tell(self.folder, self._sums)
+
+    def finish(self, empty: Iterable[str] = (), custom: Json | None = None) -> None:
+        """Writes the tree's metadata; `empty` has the paths of leaves that are None.
+
+        Of several processes the first one does, when all have called `complete`.
+        """
+        if self._part is None:
+            self.complete()
+        elif self._part.number:
+            return
+        else:
+            files = self._add_others(PartsOfOthers.when_done(self.folder, self._part))
+            custom = {**(custom or {}), corruption.PROCESSES: files}
         tree = {}
         for leaf, store in self._stores.items():
             value = {
@@ -328,8 +334,11 @@ class NewArrays:
         text = json.dumps(corruption.metadata_with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
-    def _add_others(self, others: PartsOfOthers) -> None:
-        """Raises RuntimeError where no process has written a chunk."""
+    def _add_others(self, others: PartsOfOthers) -> list[int]:
+        """Returns how many files each process has written.
+
+        Raises RuntimeError where no process has written a chunk.
+        """
         for leaf, sums in self._sums.items():
             sums |= others.sums_of(leaf)
             if len(sums) != (size := _grid(self._stores[leaf]).size):
@@ -337,6 +346,7 @@ class NewArrays:
         with self._writing():
             merge(self.folder, others.names)
         others.remove()
+        return [files_of(self._database), *others.num_files]
 
     def _add(self, place: ts.TensorStore, piece: np.ndarray) -> None:
         """Adds a write to the batch of all threads; the one that fills it commits it."""

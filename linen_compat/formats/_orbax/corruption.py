@@ -23,7 +23,7 @@ _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
 # Custom metadata of what this project writes: the checksum of the metadata, the checksums of each
 # array's chunks, and the mark that all arrays of this very checkpoint have.
 _CHECKSUM, CHUNKS, MARK = "crc32_of_metadata", "crc32_of_chunks", "nnx_pipeline_checkpoint"
-PROCESSES = "processes"  # how many have written it, each to a database of its own
+PROCESSES = "files_of_processes"  # of each of several that wrote, in a database of its own
 _NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
 # What TensorStore raises for stores that are damaged, missing or not to be read.
 _LOST = ("CURL error", "UNAVAILABLE", "DEADLINE_EXCEEDED", "retry attempts failed")
@@ -41,6 +41,7 @@ class Metadata:
     rotary: Rotary | None
     chunks: Mapping[str, Sequence[str]] | None
     mark: str | None
+    files: Sequence[int]  # of each of the processes that wrote, if there were several
 
 
 def read_metadata(items: Path) -> Metadata:
@@ -60,7 +61,6 @@ def read_metadata(items: Path) -> Metadata:
     rotary = custom.get("rotary")
     if rotary is not None and not _is_rotary(rotary):
         raise _broken(file, f"rotary={rotary!r} does not say an order and a scaling")
-    _check_parts(items, custom.get(PROCESSES, 0))
     leaves = []
     for key, entry in tree.items():
         kind = entry.get("value_metadata") if isinstance(entry, dict) else None
@@ -76,18 +76,24 @@ def read_metadata(items: Path) -> Metadata:
         rotary=None if rotary is None else Rotary(**rotary),
         chunks=custom.get(CHUNKS),
         mark=custom.get(MARK),
+        files=tuple(custom.get(PROCESSES, ())) if MARK in custom else (),
     )
 
 
-def _check_parts(items: Path, count: int) -> None:
-    """Raises Mismatch where the database of one of the processes that wrote is missing."""
-    for number in range(count):
+def _check_parts(items: Path, files: Sequence[int]) -> None:
+    """Raises Mismatch where the database of one of the processes that wrote is not all there."""
+    for number, count in enumerate(files):
         name = f"{_OF_PROCESSES}process_{number}"
-        if not (items / name / MANIFEST).is_file():
-            raise Mismatch(
-                f"{items} lacks {name}, the part that process {number} of {count} wrote: the "
-                "checkpoint is damaged; restore that folder, or take another step"
-            )
+        data, lacking = items / name / "d", name
+        if (items / name / MANIFEST).is_file():
+            left = sum(1 for _ in data.iterdir()) if data.is_dir() else 0
+            if left >= count:
+                continue
+            lacking = f"{counted(count - left, 'file')} of {name}/d"
+        raise Mismatch(
+            f"{items} lacks {lacking}, which process {number} of {len(files)} wrote: the "
+            f"checkpoint is damaged; restore {name}, or take another step"
+        )
 
 
 def _is_rotary(value: object) -> bool:
@@ -127,6 +133,7 @@ def check_index(items: Path) -> None:
     """Reads the small files that say where the arrays are, and the files of Orbax beside them."""
     _check_regular(items)
     metadata = read_metadata(items)
+    _check_parts(items, metadata.files)
     if (items / SHARDING).exists():
         _read_json(items / SHARDING)
     processes = [path.name.removeprefix(_OF_PROCESSES) for path in items.glob("ocdbt.process_*")]

@@ -5,6 +5,7 @@ index of all. The files stay where they are.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from linen_compat.formats._paths import database, new_context
 from nnx_pipeline.lab._files.stores import StorePath
 
 _POLL = 0.05  # seconds
+_ROOM = 4096  # bytes, for an error where the disk is full
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,28 @@ class Part:
     def _file(self, folder: Path) -> Path:
         return folder / f"process_{self.number}.{self.mark}.json"
 
+    def can_begin(self, folder: Path) -> bool:
+        """Whether this process sees the folder and can write there; takes room for an error."""
+        if self.number == 0 or isinstance(folder, StorePath):
+            return folder.is_dir()
+        try:
+            self._file(folder).with_suffix(".tmp").write_bytes(b" " * _ROOM)
+        except OSError:
+            return False
+        return True
+
     def tell(self, folder: Path, sums: Mapping[str, Mapping[int, str]]) -> None:
         """Says that all is written, with the checksums of the chunks of each array."""
-        self._write(folder, {"sums": sums})
+        self._write(folder, {"sums": sums, "files": files_of(folder / self.name)})
 
     def fail(self, folder: Path, error: BaseException) -> None:
-        """Says why not all can be written."""
-        self._write(folder, {"error": f"process {self.number} of {self.count}: {error}"})
+        """Says why not all can be written. RuntimeError, where not even that can be said, must end
+        this process, for which the others would wait."""
+        said = f"process {self.number} of {self.count}: {str(error)[:500]}"
+        try:
+            self._write(folder, {"error": said})
+        except OSError as second:
+            raise RuntimeError(f"{said}; and the other processes cannot be told") from second
 
     def _write(self, folder: Path, values: object) -> None:
         file, text = self._file(folder), json.dumps(values)
@@ -48,7 +65,10 @@ class Part:
             file.write_text(text)
             return
         unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(text, encoding="utf-8")
+        # Over what has room already, and so not emptied first.
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as opened:
+            opened.write(text.encode())
+            opened.truncate()
         unfinished.rename(file)
 
     def wait_for_others(self, folder: Path) -> list[Path]:
@@ -57,7 +77,9 @@ class Part:
         A process that is lost never does. JAX then ends this one.
         """
         files = [Part(n, self.count, self.mark)._file(folder) for n in range(1, self.count)]
-        while not all(file.is_file() for file in files):
+        names = {file.name for file in files}
+        # Listed, because NFS remembers for a minute that a single file was not there.
+        while not names <= {path.name for path in folder.iterdir()}:
             time.sleep(_POLL)
         return files
 
@@ -71,7 +93,7 @@ class PartsOfOthers:
         for one in said:
             if "error" in one:
                 raise OSError(one["error"])
-        self._sums = [one["sums"] for one in said]
+        self._sums, self.num_files = [one["sums"] for one in said], [one["files"] for one in said]
 
     @classmethod
     def when_done(cls, folder: Path, part: Part) -> "PartsOfOthers":
@@ -86,6 +108,11 @@ class PartsOfOthers:
     def remove(self) -> None:
         for file in self._files:
             file.unlink()
+
+
+def files_of(part: Path) -> int:
+    """How many files with arrays the database of a process has."""
+    return sum(1 for _ in (part / "d").iterdir())
 
 
 def merge(folder: Path, names: Sequence[str]) -> None:

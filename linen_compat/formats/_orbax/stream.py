@@ -185,7 +185,7 @@ class OrbaxDestination:
         self._files.create(leaf, shape, spec.dtype, axes, shard)
 
     def write_own(self, source: SpreadSource) -> None:
-        """Stores what this process holds of all arrays of a source."""
+        """Stores what this process holds of a source, and says so; one of them then commits."""
         ratio = streams.ratio_of(source.attention_scale, self.attention_scale)
         for part in (part for part in source.parts if part in self.parts):
             for path, layer in streams.walk(source):
@@ -199,19 +199,14 @@ class OrbaxDestination:
                     scaled = path in streams.SCALED and ratio != 1.0
                     values = streams.times_ratio(piece, ratio) if scaled else piece
                     self._files.write(leaf, slot.index, values, within)
+        self._write_scalars(source.scalars)
+        self._files.complete()
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
         """Raises RuntimeError when a layer of an array was never written."""
         if not self._is_part:
             self._check_complete()
-        paths = SCALAR_PATHS[self._family]
-        if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
-            scalars = {"schedule_count": scalars["count"], **scalars}
-        for name in paths:
-            if name in scalars:
-                value = np.asarray(scalars[name])
-                self._files.create(paths[name], value.shape, value.dtype)
-                self._files.write(paths[name], (), value)
+            self._write_scalars(scalars)
         # MaxText's optimizer is a list of three, and the second of them, weight decay, is empty.
         empty = ("opt_state/1",) if self._family == "maxtext" and "count" in scalars else ()
         custom: Json = {}
@@ -221,6 +216,16 @@ class OrbaxDestination:
             if self._rotary is not None:
                 custom["rotary"] = self._rotary._asdict()
         self._files.finish(empty, custom)
+
+    def _write_scalars(self, scalars: Mapping[str, np.ndarray]) -> None:
+        paths = SCALAR_PATHS[self._family]
+        if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
+            scalars = {"schedule_count": scalars["count"], **scalars}
+        for name in paths:
+            if name in scalars:
+                value = np.asarray(scalars[name])
+                self._files.create(paths[name], value.shape, value.dtype)
+                self._files.write(paths[name], (), value)
 
     def _check_complete(self) -> None:
         for part in {part for part, _, _ in self._written}:
