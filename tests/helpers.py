@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -302,6 +303,29 @@ def started(
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def hosts_of(script: str, *arguments: str) -> Iterator[list[subprocess.Popen]]:
+    """Two processes of a script, whose arguments are a port, a rank and the given ones."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(port), str(rank), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**user_environment(), "XLA_FLAGS": os.environ["XLA_FLAGS"]},
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.kill()
 
 
 def script(package: str) -> str:

@@ -108,7 +108,7 @@ def save(folder: Path, config: Config, *states: TrainState) -> None:
     with offered.claimed(folder):
         offered.begin(folder, config, Origin(0, None))
         for state in states:
-            offered.save_step(state, folder, config, Origin(0, None))
+            offered.save_step(state, folder, config, Origin(0, None), later=False)()
 
 
 def test_a_run_is_loaded_with_its_own_config(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path
     other = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, adam_b1=0.5))
     for config, origin in ((CONFIG, Origin(1, None)), (other, Origin(0, None))):
         with pytest.raises(InputError, match=f"{folder} holds another training now: its config"):
-            offered.save_step(state, folder, config, origin)
+            offered.save_step(state, folder, config, origin, later=False)()
     assert steps_in(folder) == [0, 3]
 
 
@@ -364,7 +364,7 @@ def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Pa
                 if there:
                     shutil.copytree(tmp_path / "old", folder)
                 with pytest.raises(InputError, match=words):
-                    offered.save_step(state, folder, CONFIG, Origin(0, None))
+                    offered.save_step(state, folder, CONFIG, Origin(0, None), later=False)()
         before = {path.name for path in (tmp_path / "old").iterdir()}
         assert {path.name for path in folder.iterdir()} == before
         shutil.rmtree(folder)

@@ -154,11 +154,11 @@ import sys, time
 from linen_compat.checkpoints import _offered as offered
 from nnx_pipeline.train._cli import saving
 real = offered.save_step
-def save(*arguments):
+def save(*arguments, **options):
     print("saving", file=sys.stderr, flush=True)
     if {signals} == 2:
         time.sleep(60)
-    real(*arguments)
+    return real(*arguments, **options)
 offered.save_step = save
 saving.checkpoints = lambda: offered
 {script("nnx_pipeline")}"""

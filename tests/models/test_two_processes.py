@@ -2,17 +2,12 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import mesh_of, optax_promotion, user_environment
+from helpers import hosts_of, mesh_of, optax_promotion
 
 from nnx_pipeline import preset
 from nnx_pipeline.config._overrides import apply_overrides
@@ -72,29 +67,6 @@ with several_processes(f"127.0.0.1:{port}", processes=2, rank=int(rank)):
         found.append([across, losses])
 print("found", json.dumps(found))
 """
-
-
-@contextlib.contextmanager
-def hosts_of(script: str, *arguments: str) -> Iterator[list[subprocess.Popen]]:
-    """Two processes of a script, whose arguments are a port, a rank and the given ones."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(port), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**user_environment(), "XLA_FLAGS": os.environ["XLA_FLAGS"]},
-        )
-        for rank in range(2)
-    ]
-    try:
-        yield hosts
-    finally:
-        for host in hosts:
-            host.kill()
 
 
 def started(cases: list[Any], steps: int) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import tensorstore as ts
 
-from linen_compat.formats._paths import database, new_context
+from linen_compat.formats._paths import database, in_folder, new_context
+from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._files.stores import StorePath
 
 _POLL = 0.05  # seconds
@@ -92,12 +93,12 @@ class PartsOfOthers:
         said = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         for one in said:
             if "error" in one:
-                raise OSError(one["error"])
+                raise Mismatch(one["error"])
         self._sums, self.num_files = [one["sums"] for one in said], [one["files"] for one in said]
 
     @classmethod
     def when_done(cls, folder: Path, part: Part) -> "PartsOfOthers":
-        """Waits for them. Raises OSError where one of them has failed."""
+        """Waits for them. Raises Mismatch where one of them has failed."""
         files = part.wait_for_others(folder)
         return cls(files, [Part(n, part.count, part.mark).name for n in range(part.count)])
 
@@ -118,9 +119,10 @@ def files_of(part: Path) -> int:
 def merge(folder: Path, names: Sequence[str]) -> None:
     """Makes one database of those with these names in a folder; it refers to their files."""
     context = new_context()
+    # Below the folder's own path, so that what refers to them stays right where it is moved.
+    inside = [{"driver": "ocdbt", "base": in_folder(folder, f"{name}/")} for name in names]
     parent, *children = (
-        ts.KvStore.open(database(place), context=context).result()
-        for place in (folder, *(folder / name for name in names))
+        ts.KvStore.open(spec, context=context).result() for spec in (database(folder), *inside)
     )
     with ts.Transaction(atomic=True) as transaction:
         whole = parent.with_transaction(transaction)

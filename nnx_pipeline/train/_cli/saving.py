@@ -13,7 +13,7 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._files import MOST_TEXT, place
-from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.errors import InputError, note
 from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
 from nnx_pipeline.train._saved import RATE, Origin, SavedRun
 
@@ -147,8 +147,12 @@ class Folder:
                 newest = None
             else:
                 config, newest = saved.to_go_on(config, origin, stages, fields), saved.step
-            with ThreadPoolExecutor(1) as writer:  # at its end it waits for what is being saved
-                yield Saver(offered, self, config, origin, saved, newest, writer)
+            with ThreadPoolExecutor(1) as writer:
+                saver = Saver(offered, self, config, origin, saved, newest, writer)
+                try:
+                    yield saver
+                finally:
+                    saver.settle()
 
     def _nothing(self) -> str:
         """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
@@ -244,16 +248,34 @@ class Saver:
                 self.offered.keep_steps(self.run, step, keep, every)
         except InputError as error:
             raise Failed(str(error)) from error
+        self._is_whole(step)
+
+    def settle(self) -> None:
+        """Waits as `finish` does, where an error ends the training: it notes another error, and
+        asks no other process, which may not have come here."""
+        if self._begun is None:
+            return
+        (step, write), self._begun = self._begun, None
+        try:
+            write()
+        except Exception as error:
+            note(f"step {step} could not be saved: {error}")
+        else:
+            self._is_whole(step)
+
+    def _is_whole(self, step: int) -> None:
         self.newest = step
         ending.add_note(RESUME_NOTE)
 
 
 def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     """How to go on where the step `at_fault` has left numbers that are not finite or too large."""
-    newest = None if saver is None else saver.newest
     if at_fault == 0:
         return "no learning rate is to blame, as nothing was trained: choose another model.dtype"
+    if saver is not None:
+        saver.settle()
     lower = f"--set {RATE}=… (it is {rate})"
+    newest = None if saver is None else saver.newest
     if saver is None or newest is None:
         return f"begin again with a lower {lower}"
     folder = place(saver.run)
