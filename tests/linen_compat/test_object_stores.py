@@ -1,11 +1,13 @@
 """Checkpoints in `gs://` and `s3://`, on servers of this machine, and in `file://`."""
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -40,7 +42,9 @@ from linen_compat.formats import _paths as paths
 from linen_compat.formats import _store_folder as stores
 from linen_compat.formats._new_folder import Room, new_folder
 from linen_compat.formats._orbax.arrays import NewArrays
+from linen_compat.formats._orbax.corruption import check_index
 from linen_compat.formats._orbax.inspect import find_items
+from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._files import place
@@ -359,6 +363,32 @@ def test_the_later_training_has_the_run(store: Store, monkeypatch) -> None:
             with pytest.raises(Mismatch, match="was taken by another process"):
                 offered.save_step(None, run, small_config(), None, later=False)
     assert store.names("run") == []
+
+
+def write_part(folder: Path, number: int) -> None:
+    arrays = NewArrays(folder, part=Part(number, 2, "mark"))
+    arrays.create("params/x", (4, 1024), np.dtype(np.int32), shard=(2, 1024))
+    own = slice(2 * number, 2 * number + 2)
+    arrays.write("params/x", (), np.full((2, 1024), number, np.int32), (own, slice(1024)))
+    arrays.complete()
+    arrays.finish()
+
+
+def test_two_processes_write_to_one_folder(store: Store, tmp_path: Path) -> None:
+    """Each its own part, of which none may be lost."""
+    with new_folder(store.path("out"), Room(1, by_tensorstore=True)) as made:
+        assert all(Part(number, 2, "mark").can_begin(made) for number in range(2))
+        with ThreadPoolExecutor(2) as processes:
+            assert [*processes.map(functools.partial(write_part, made), range(2))] == [None, None]
+    assert store.read("out", tmp_path)["params/x"][:, 0].tolist() == [0, 0, 1, 1]
+    parts = [f"ocdbt.process_{number}/manifest.ocdbt" for number in range(2)]
+    names = ["_METADATA", "commit_success.txt", "manifest.ocdbt", *parts]
+    assert store.names("out") == names
+    check_index(store.path("out"))
+    for file in store.path("out/ocdbt.process_1/d").iterdir():
+        file.unlink()
+    with pytest.raises(Mismatch, match="of ocdbt.process_1/d, which process 1 of 2 wrote"):
+        check_index(store.path("out"))
 
 
 @pytest.mark.parametrize("to", ["nnx", "huggingface"])
