@@ -97,6 +97,14 @@ def _as_numpy(array: jax.Array, *, copied: bool) -> np.ndarray:
 Held = jax.Array | np.ndarray | Shards
 
 
+def _copied(array: jax.Array) -> np.ndarray:
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:  # as a whole JAX would keep another copy of it
+        if shard.replica_id == 0:
+            whole[shard.index] = shard.data
+    return whole
+
+
 class ModelSource:
     """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
 
@@ -128,7 +136,7 @@ class ModelSource:
         def held(leaf: jax.Array) -> Held:
             if self.is_spread:
                 return Shards.of(leaf, turn=next(turns), copied=copied)
-            return _as_numpy(leaf, copied=True) if copied else leaf
+            return _copied(leaf) if copied else leaf
 
         self._arrays: dict[str, dict[str, Held]] = {
             part: {path: held(leaf) for path, leaf in paths.items()}

@@ -387,7 +387,7 @@ def test_two_processes_write_to_one_folder(store: Store, tmp_path: Path) -> None
     check_index(store.path("out"))
     for file in store.path("out/ocdbt.process_1/d").iterdir():
         file.unlink()
-    with pytest.raises(Mismatch, match="of ocdbt.process_1/d, which process 1 of 2 wrote"):
+    with pytest.raises(Mismatch, match=r"of ocdbt\.process_1/d, which process 1 of 2 wrote"):
         check_index(store.path("out"))
 
 
