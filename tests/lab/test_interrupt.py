@@ -120,7 +120,7 @@ def test_the_bridge_in_the_middle(tmp_path: Path, arguments: tuple[str, ...], mo
     code = f"""
 import sys, time
 from linen_compat._cli import checking
-from linen_compat.formats._orbax import arrays as stored
+from linen_compat.formats._orbax import new_arrays as stored
 def slowly(word, real):
     def wrapped(*args, **options):
         print(word, file=sys.stderr, flush=True)

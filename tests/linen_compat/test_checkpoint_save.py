@@ -32,7 +32,7 @@ from maxtext_data import (
 
 import linen_compat
 from linen_compat.checkpoints._convert import From, To, plan
-from linen_compat.formats._orbax import arrays as stored
+from linen_compat.formats._orbax import new_arrays as stored
 from linen_compat.formats._orbax.inspect import inspect
 from linen_compat.formats._orbax.layouts import NNX, PIPELINED, SCANNED, UNSCANNED
 from nnx_pipeline import InputError, Mixtral

@@ -10,7 +10,8 @@ from maxtext_data import DATA, assert_same_leaves, checkpoint, config_of, full_s
 
 import linen_compat
 from linen_compat.formats._new_folder import new_folder
-from linen_compat.formats._orbax.arrays import NewArrays, StoredArrays, array_specs
+from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
+from linen_compat.formats._orbax.new_arrays import NewArrays
 from linen_compat.formats._paths import in_folder
 from nnx_pipeline import InputError
 

@@ -79,7 +79,7 @@ def test_an_interrupted_convert_can_be_run_again(tmp_path):
     slow = (
         "import time\n"
         "from linen_compat._cli import main as cli\n"
-        "from linen_compat.formats._orbax import arrays as stored\n"
+        "from linen_compat.formats._orbax import new_arrays as stored\n"
         "write = stored.NewArrays.write\n"
         "def slowly(*a): time.sleep(0.05); write(*a)\n"
         "stored.NewArrays.write = slowly; cli.main()"

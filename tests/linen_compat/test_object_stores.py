@@ -41,9 +41,9 @@ from linen_compat.formats import _new_folder as folders
 from linen_compat.formats import _paths as paths
 from linen_compat.formats import _store_folder as stores
 from linen_compat.formats._new_folder import Room, new_folder
-from linen_compat.formats._orbax.arrays import NewArrays
 from linen_compat.formats._orbax.corruption import check_index
 from linen_compat.formats._orbax.inspect import find_items
+from linen_compat.formats._orbax.new_arrays import NewArrays
 from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError

@@ -15,7 +15,7 @@ from linen_compat import load_train_state, save_train_state
 from linen_compat.checkpoints.saving import layout_for
 from linen_compat.checkpoints.train_state import source_of
 from linen_compat.formats._in_memory import ModelSource, Shards
-from linen_compat.formats._orbax import arrays
+from linen_compat.formats._orbax import new_arrays
 from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._orbax.stream import OrbaxDestination
 from linen_compat.formats._streams import Mismatch
@@ -91,7 +91,7 @@ def test_parts_are_the_checkpoint_of_one_process(
     format: str, block: int, state: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, by Orbax, and no file holds what two processes wrote."""
-    monkeypatch.setattr(arrays, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(new_arrays, "_BLOCK_BYTES", block)
     assert write_in_parts(state, tmp_path / "parts", format) == [None, None]
     save_train_state(state, tmp_path / "whole", format)
     assert_close(read(tmp_path / "parts"), read(tmp_path / "whole"), 0.0)

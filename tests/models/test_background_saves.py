@@ -11,7 +11,7 @@ import pytest
 from helpers import Run, assert_close
 from maxtext_data import read
 
-from linen_compat.formats._orbax.arrays import NewArrays
+from linen_compat.formats._orbax.new_arrays import NewArrays
 from nnx_pipeline import InputError, preset
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.train._cli.saving import Folder, Saver, way_on

@@ -665,7 +665,7 @@ def test_training_that_is_interrupted_keeps_whole_steps(tmp_path: Path) -> None:
     code = f"""
 from nnx_pipeline.train._cli import saving
 from linen_compat.checkpoints import _offered as offered
-from linen_compat.formats._orbax import arrays as stored
+from linen_compat.formats._orbax import new_arrays as stored
 import sys
 real, calls = stored.NewArrays.write, []
 def write(self, *arguments):

@@ -10,12 +10,13 @@ import numpy as np
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._intact import Json
 from linen_compat.formats._names import BIASES, PATHS_OUTSIDE, QK_NORMS, Names, of_model
-from linen_compat.formats._orbax.arrays import MissingChunk, NewArrays, StoredArrays
+from linen_compat.formats._orbax.arrays import MissingChunk, StoredArrays
 from linen_compat.formats._orbax.chunks import Index
 from linen_compat.formats._orbax.corruption import check_databases
 from linen_compat.formats._orbax.inspect import Inspection
 from linen_compat.formats._orbax.layouts import NNX, TreeLayout, scale_of_maxtext
 from linen_compat.formats._orbax.leaves import SCALAR_PATHS
+from linen_compat.formats._orbax.new_arrays import NewArrays
 from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._streams import (
     COPIES,
