@@ -18,7 +18,7 @@ from pathlib import Path
 from linen_compat.formats import _store_folder as stores
 from linen_compat.formats._store_folder import MARK as _MARK
 from nnx_pipeline import InputError
-from nnx_pipeline.lab._ending import cleared_away
+from nnx_pipeline.lab._ending import cleared_away, stay_if_ending
 from nnx_pipeline.lab._files import place
 from nnx_pipeline.lab._files.stores import StorePath
 
@@ -92,6 +92,7 @@ def _temporary(final: Path, made: list[Path], destination: str | Path) -> Iterat
     undo = functools.partial(_remove, temporary, made)
     with cleared_away(undo):
         try:
+            stay_if_ending()  # a thread in the background would make it after it was cleared away
             _make(temporary, destination)
             with _marked(temporary):
                 yield temporary

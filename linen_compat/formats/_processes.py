@@ -26,10 +26,10 @@ def from_first(make: Callable[[], str]) -> str:
             error, said = raised, f"{_FAULT}{raised}"
     if jax.process_count() > 1:
         message = np.zeros(_LONGEST, np.uint8)
-        encoded = said.encode()[:_LONGEST]
+        encoded = said.encode(errors="surrogateescape")[:_LONGEST]  # as a path may need
         message[: len(encoded)] = np.frombuffer(encoded, np.uint8)
         told = bytes(np.asarray(multihost_utils.broadcast_one_to_all(message)))
-        said = told.rstrip(b"\0").decode(errors="replace")
+        said = told.rstrip(b"\0").decode(errors="surrogateescape")
     if error is not None:
         raise error
     if said.startswith(_FAULT):

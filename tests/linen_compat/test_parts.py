@@ -1,5 +1,6 @@
 """Checkpoints that several processes write: their parts, made here by threads of one process."""
 
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import assert_close, mesh_of
+from helpers import Run, assert_close, mesh_of
 from maxtext_data import read
 
 from linen_compat import load_train_state, save_train_state
@@ -151,12 +152,21 @@ LACKS = f"lacks {OF_1}"
     ],
 )
 def test_a_part_that_is_missing_or_damaged(
-    damage: Callable[[Path], None], told: str, state: TrainState, tmp_path: Path
+    damage: Callable[[Path], None], told: str, state: TrainState, tmp_path: Path, bridge: Run
 ) -> None:
-    assert write_in_parts(state, tmp_path / "parts") == [None, None]
-    damage(tmp_path / "parts")
+    parts = tmp_path / "parts"
+    assert write_in_parts(state, parts) == [None, None]
+    damage(parts)
     with pytest.raises(Mismatch, match=told):
-        load_train_state(tmp_path / "parts", CONFIG, mesh=mesh_of(MESH))
+        load_train_state(parts, CONFIG, mesh=mesh_of(MESH))
+    commands = [("convert", parts, tmp_path / "out", "--to", "maxtext:scanned")]
+    if told.startswith("lacks"):
+        commands += [("inspect", parts), ("check", parts, "--config", "tiny")]
+    for words in commands:
+        ended = bridge(*words)
+        assert ended.code == 1
+        assert re.search(told, ended.err), ended.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_part_that_cannot_be_written(
