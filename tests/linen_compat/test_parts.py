@@ -108,6 +108,19 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize(
+    ("shard", "block"),
+    [
+        ([1, 4096, 2048], [1, 2048, 2048]),
+        ([50257, 512], [1733, 512]),
+        ([32003, 512], [32003, 128]),  # a prime number of rows
+        ([4, 0], [4, 0]),
+    ],
+)
+def test_chunks_divide_what_a_device_holds(shard: list[int], block: list[int]) -> None:
+    assert arrays._block(shard, np.dtype(np.float32), even=True) == block
+
+
 def test_parts_of_uneven_stages_on_another_mesh(tmp_path: Path) -> None:
     config = apply_overrides(preset("tiny"), {**SMALL, **UNEVEN})
     state = state_of(config)

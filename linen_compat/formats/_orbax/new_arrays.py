@@ -249,14 +249,22 @@ def _entry(leaf: str, value: Json) -> Json:
 def _block(shape: list[int], dtype: np.dtype, *, even: bool) -> list[int]:
     """The shape, cut along its first axes until it takes `_BLOCK_BYTES` or less; into equal pieces
     where that is asked for."""
-    block = list(shape)
-    for axis, size in enumerate(shape):
+    block, axes = list(shape), list(range(len(shape)))
+    if even:  # an axis of a prime length would be cut to single rows, and so comes last
+        whole = math.prod(shape) * dtype.itemsize
+        axes.sort(key=lambda axis: 8 * _cut(shape[axis], whole, even) < _cut(shape[axis], whole))
+    for axis in axes:
         nbytes = math.prod(block) * dtype.itemsize
         if nbytes <= _BLOCK_BYTES:
             break
-        most = max(1, size * _BLOCK_BYTES // nbytes)
-        block[axis] = next(n for n in range(most, 0, -1) if size % n == 0) if even else most
+        block[axis] = _cut(shape[axis], nbytes, even)
     return block
+
+
+def _cut(size: int, nbytes: int, even: bool = False) -> int:
+    """To how much an axis of an array with so many bytes is cut, so that these are few enough."""
+    most = min(size, max(1, size * _BLOCK_BYTES // max(1, nbytes)))
+    return next(n for n in range(most, 0, -1) if size % n == 0) if even and size else most
 
 
 def _blocks(shape: tuple[int, ...], block: Iterable[int]) -> Iterator[tuple[slice, ...]]:
