@@ -3,11 +3,14 @@
 import json
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers import LONGEST, Run, assert_close, script, started
+from helpers import LONGEST, Run, assert_close, missing, script, started
 from maxtext_data import read
 
 from linen_compat.checkpoints import _offered as offered
@@ -125,6 +128,86 @@ def test_evaluation_and_metrics(run: Run, tmp_path: Path) -> None:
     assert trace.stat().st_size > 1000
     note = run(*words, "--steps", 7, "--resume")
     assert "--steps 7 is more than train.schedule_steps=6, after which the learning" in note.err
+
+
+def scalars_of(file: Path, tag: str) -> list[Any]:
+    """Those of a file, or of all in a folder, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+    return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+
+
+@pytest.mark.skipif(missing("tensorboardX", "tensorboard"), reason="an extra is not installed")
+def test_event_files(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the numbers of the JSON lines; a resume adds a file, which hides lost steps."""
+    monkeypatch.setattr("nnx_pipeline.train._cli.training._least_seconds", lambda *_: 1e-6)
+    (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
+    file, folder, saved = tmp_path / "lines", tmp_path / "logs" / "one", tmp_path / "run"
+    words = ("train", *SMALL, "--data", tmp_path / "text", *SCHEDULE, "--metrics", file)
+    words = (*words, "--tensorboard", folder, "--checkpoint-dir", saved, "--save-every", 2)
+    began = time.time()
+    ended = run(*words, "--steps", 3)
+    assert ended.code == 0, ended.err
+    (first,) = folder.iterdir()
+    lines = lines_of(file)
+    tags = {tag for line in lines for tag in line} - {"step"}
+    assert len(tags) == 8, "skipped and held_out_loss among them"
+    for tag in tags:
+        want = [(line["step"], line[tag]) for line in lines if line.get(tag) is not None]
+        found = scalars_of(first, tag)
+        assert [one.step for one in found] == [step for step, _ in want]
+        assert np.array_equal([one.value for one in found], np.float32([one for _, one in want]))
+        assert len(found) >= 2, tag
+        times = [began, *(one.wall_time for one in found), time.time()]
+        assert times == sorted(times)
+    shutil.rmtree(saved / "3")
+    again = run(*words, "--steps", 4, "--resume")
+    assert again.code == 0, again.err
+    (second,) = set(folder.iterdir()) - {first}
+    assert [one.step for one in scalars_of(second, "loss")] == [3, 4]
+    whole = scalars_of(folder, "loss")
+    assert [one.step for one in whole] == [1, 2, 3, 4]
+    assert whole[2:] == scalars_of(second, "loss")
+
+
+def test_event_files_without_the_extra(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tensorboardX", "tensorboardX.event_file_writer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    asked = ("--tensorboard", tmp_path / "logs", "--checkpoint-dir", tmp_path / "run")
+    ended = run("train", *SMALL, "--steps", 1, *asked)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended.err
+    assert f"--tensorboard {tmp_path / 'logs'} needs tensorboardX (" in ended.err
+    assert "pip install 'nnx-pipeline[tensorboard]'" in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(missing("tensorboardX"), reason="the extra tensorboard is not installed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file", "file cannot be written; choose a writable folder"),
+        ("file/logs", "file/logs cannot be written; choose a writable folder"),
+        ("closed/logs", "closed/logs cannot be written; choose a writable folder"),
+        ("", "--tensorboard '' cannot be written; choose a writable folder"),
+        ("gs://bucket/logs", "gs://bucket/logs is an address, and only files and folders of this"),
+        ("n" * 999, "is a longer name than the file system allows; give a shorter one"),
+    ],
+)
+def test_folders_of_event_files_that_cannot_be(
+    name: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("closed").mkdir(mode=0o500)
+    if name.startswith("closed"):  # whoever runs the tests may write everywhere
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "closed")
+    ended = run("train", *SMALL, "--steps", 1, "--tensorboard", name, "--checkpoint-dir", "run")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended.err
+    assert message in ended.err
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a training tells of its steps: on the terminal, in a file of JSON lines, and at its end."""
+"""What a training tells of its steps: on the terminal, in files, and at its end."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from typing import TextIO
 
 from nnx_pipeline.config.train import TrainConfig
 from nnx_pipeline.lab._report.output import finite
+from nnx_pipeline.train._cli.board import Board
 from nnx_pipeline.train.step import Metrics
 
 
@@ -17,6 +18,7 @@ class Journal:
     - `config`: of the training.
     - `least_seconds`: what a step takes at the peak of the devices; None where that is not known.
     - `file`: where each step and each evaluation becomes a line of JSON; None for nowhere.
+    - `board`: adds the same numbers to an event file of TensorBoard; None for nowhere.
     - `losses`: of all steps.
     - `skipped`: the numbers of the steps that were skipped.
     - `held_out`: the newest loss on the held-out text.
@@ -26,6 +28,7 @@ class Journal:
     first: int
     least_seconds: float | None = None
     file: TextIO | None = None
+    board: Board | None = None
     losses: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     held_out: float | None = None
@@ -70,11 +73,13 @@ class Journal:
         """What was done since the newest step is no part of the next one."""
         self._began = time.monotonic()
 
-    def _write(self, **values: object) -> None:
+    def _write(self, **values: float | None) -> None:
         if self.file is not None:
             self.file.write(json.dumps(finite({"step": self.last, **values}), allow_nan=False))
             self.file.write("\n")
             self.file.flush()
+        if self.board is not None:
+            self.board(self.last, values)
 
     def words(self) -> str:
         if not self.losses:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -14,6 +14,7 @@ from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._files import MOST_TEXT, place
 from nnx_pipeline.lab.errors import InputError, note
+from nnx_pipeline.train._cli.board import Board, board
 from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
 from nnx_pipeline.train._saved import RATE, Origin, SavedRun
 
@@ -28,12 +29,13 @@ RESUME_NOTE = "saved steps are kept; the same command with --resume goes on afte
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed`, `--eval-every`, `--metrics` and `--profile`."""
+    """The values of `--steps`, `--seed`, `--eval-every`, and of the options of where numbers go."""
 
     steps: int
     seed: int
     eval_every: int | None
     metrics: str | None
+    tensorboard: str | None
     profile: str | None
 
     def evaluates(self, step: int) -> bool:
@@ -49,6 +51,10 @@ class Run:
             return
         with open(self.metrics, "a" if first else "w", encoding="utf-8") as file:
             yield file
+
+    def board(self, first: int, leads: bool) -> AbstractContextManager[Board | None]:
+        """What adds to the event file of `--tensorboard`, in the process that leads."""
+        return board(self.tensorboard if leads else None, first)
 
 
 @dataclass(frozen=True)

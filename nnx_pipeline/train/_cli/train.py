@@ -85,6 +85,11 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
         "lines are added.",
     ),
     click.option(
+        "--tensorboard",
+        metavar="DIR",
+        help="Write the same numbers into a new event file in this folder, for TensorBoard.",
+    ),
+    click.option(
         "--profile",
         metavar="FIRST..LAST:DIR",
         help="Trace these steps with JAX's profiler into DIR, which TensorBoard and XProf read.",
@@ -177,10 +182,11 @@ def train_command(
     with hosts.joined():
         from nnx_pipeline.config.config import to_dict
         from nnx_pipeline.lab._report.output import check_outputs
-        from nnx_pipeline.train._cli import training
+        from nnx_pipeline.train._cli import board, training
 
         if hosts.leads:
             check_outputs(json=json_path, metrics=run.metrics)
+            board.check_board(run.tensorboard)
         trained = training.train_and_save(config, chosen, hosts, run, texts, folder)
         if hosts.leads:
             mesh = hosts.mesh_config

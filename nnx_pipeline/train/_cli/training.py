@@ -179,9 +179,9 @@ def _ready(
         checks = _Checks(grid, data, saver, config)
         state = saver.first_state(config, grid) if saver else None
         first = 0 if state is None else int(state.step)
-        with run.metrics_file(first, hosts.leads) as file:
+        with run.metrics_file(first, hosts.leads) as file, run.board(first, hosts.leads) as board:
             least = _least_seconds(config, hosts.mesh_config, devices[0])
-            journal = Journal(config.train, first, least, file)
+            journal = Journal(config.train, first, least, file, board)
             if state is not None and first == run.steps:
                 journal.evaluated(checks.held_out_loss(state))
                 yield _Ready(iter(()), checks, journal)

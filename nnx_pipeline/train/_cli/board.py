@@ -1,0 +1,63 @@
+"""The event files of `--tensorboard`, which TensorBoard reads."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+
+from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab.errors import InputError, optional
+
+Board = Callable[[int, Mapping[str, float | None]], None]
+
+
+def check_board(folder: str | None) -> None:
+    """Raises InputError, before any work is done, unless an event file can be written."""
+    if folder is None:
+        return
+    _writers(folder)
+    path = local(folder).absolute()
+    # Called only for the OSError of a name that is too long or of links in a circle.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        os.stat(path)
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not folder or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        shown = folder or repr(folder)
+        raise InputError(f"--tensorboard {shown} cannot be written; choose a writable folder")
+
+
+@contextlib.contextmanager
+def board(folder: str | None, first: int) -> Iterator[Board | None]:
+    """A function that adds the numbers of a step to a new event file, in a training after `first`;
+    None without a folder.
+
+    It writes at once. The queue and the thread of tensorboardX's `SummaryWriter` would wait for
+    ever after an error.
+    """
+    if folder is None:
+        yield None
+        return
+    writers = _writers(folder)
+    path = local(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    # Files of one second have the same name otherwise, and are read in the order of their names.
+    writer = writers.EventsWriter(str(path / "events"), f".{time.time_ns()}")
+
+    def write(step: int, **what: object) -> None:
+        writer.write_event(writers.event_pb2.Event(step=step, wall_time=time.time(), **what))
+        writer.flush()
+
+    def add(step: int, values: Mapping[str, float | None]) -> None:
+        known = ((tag, value) for tag, value in values.items() if value is not None)
+        write(step, summary={"value": [{"tag": tag, "simple_value": one} for tag, one in known]})
+
+    with contextlib.closing(writer):
+        # TensorBoard hides what older files have from here on: steps that are done again.
+        write(first + 1, session_log={"status": "START"})
+        yield add
+
+
+def _writers(folder: str) -> ModuleType:
+    user = f"--tensorboard {folder}"
+    return optional("tensorboardX.event_file_writer", "tensorboard", user)
