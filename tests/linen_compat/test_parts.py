@@ -118,7 +118,7 @@ def size_of(folder: Path) -> int:
     ],
 )
 def test_chunks_divide_what_a_device_holds(shard: list[int], block: list[int]) -> None:
-    assert arrays._block(shard, np.dtype(np.float32), even=True) == block
+    assert new_arrays._block(shard, np.dtype(np.float32), even=True) == block
 
 
 def test_parts_of_uneven_stages_on_another_mesh(tmp_path: Path) -> None:
