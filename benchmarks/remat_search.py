@@ -114,7 +114,8 @@ class Table:
         }
 
     def add(self, space: Space, point: Point, seconds: float) -> None:
-        self.kinds = {kind.name: list(kind.fates) for kind in space.kinds}
+        root = f"{FOLDER.parent}/"  # of loops, whose names are places in files
+        self.kinds = {kind.name.removeprefix(root): list(kind.fates) for kind in space.kinds}
         self.points[point.choice] = point
         self.seconds.append(round(seconds, 1))
         document = json.loads(KNOWN.read_text("utf-8")) if KNOWN.exists() else {}
