@@ -265,7 +265,7 @@ Six steps, a save, and two steps more after a resume. *Apart* is the largest rel
 a loss. Rows are the sequences that a process has made of all; bytes are those that TensorStore has
 written, and read at the resume.
 
-| mesh and schedule | apart | rows of each | of all | MB written by each | by one alone | MB read by each |
+| mesh and schedule | apart | rows of each | of all | MB written | by one alone | MB read |
 |---|--:|---|--:|---|--:|---|
 """
 ABOUT_RESUME = """
