@@ -4,6 +4,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from linen_compat.formats._orbax.parts import Part
 from linen_compat.formats._orbax.stream import OrbaxDestination
 from linen_compat.formats._plausible import LARGEST_STEP, check_scalars, is_count
 from linen_compat.formats._processes import agree, check_in_all, from_first
-from linen_compat.formats._streams import PARAMETERS, copy, nbytes_of
+from linen_compat.formats._streams import PARAMETERS, LayerSource, copy, nbytes_of
 from linen_compat.formats.huggingface import _stream as huggingface
 from linen_compat.maxtext._families import check_maxtext
 from nnx_pipeline import InputError, Mixtral
@@ -92,17 +93,21 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     return TreeLayout(format, layers, stages, repeats, dense)
 
 
-def write_orbax(source: ModelSource, checkpoint: str | Path, layout: TreeLayout) -> None:
+def write_orbax(source: LayerSource, checkpoint: str | Path, layout: TreeLayout) -> None:
     """Copies a source to a new Orbax checkpoint; nothing is left behind when it fails."""
     write = begin_orbax(source, layout, [checkpoint])
-    if source.is_spread:
+    if _spread(source):
         agree(write)
     else:  # one of several processes may save alone what it holds
         write()
 
 
+def _spread(source: LayerSource) -> TypeGuard[ModelSource]:
+    return isinstance(source, ModelSource) and source.is_spread
+
+
 def begin_orbax(
-    source: ModelSource, layout: TreeLayout, folders: Sequence[str | Path]
+    source: LayerSource, layout: TreeLayout, folders: Sequence[str | Path]
 ) -> Callable[[], None]:
     """Begins to write a checkpoint; what is returned writes it, and may run in another thread.
 
@@ -126,7 +131,7 @@ def begin_orbax(
         with contextlib.ExitStack() as stack:
             copy(source, OrbaxDestination(source, opened(stack), layout), allow_nan=True)
 
-    return _begin_part(source, layout, opened) if source.is_spread else write
+    return _begin_part(source, layout, opened) if _spread(source) else write
 
 
 def _begin_part(

@@ -128,7 +128,9 @@ class ModelSource:
         self._stack = model.pipeline.runner.stack
         leaves = {part: parameter_paths(tree) for part, tree in trees.items()}
         every = [leaf for paths in leaves.values() for leaf in paths.values()]
-        self.is_spread = not all(leaf.is_fully_addressable for leaf in every)
+        self.is_spread = any(
+            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in every
+        )
         for leaf in every if copied else ():
             leaf.copy_to_host_async()  # all begin before the first is waited for
         turns = itertools.count()

@@ -271,7 +271,7 @@ def test_the_entry_point_offers_checkpoints(monkeypatch: pytest.MonkeyPatch) -> 
     (value,) = declared[offered.GROUP].values()
     module = import_module(value)
     needed = [name for name in vars(offered.Checkpoints) if not name.startswith("_")]
-    assert len(needed) == 12
+    assert len(needed) == 13
     assert [name for name in needed if not callable(getattr(module, name))] == []
     monkeypatch.setattr(offered, "entry_points", lambda group: [])
     with pytest.raises(InputError, match="no installed package offers checkpoints"):

@@ -12,6 +12,8 @@ from nnx_pipeline.lab._cli.values import Chosen
 from nnx_pipeline.train._cli.hosts import Hosts
 from nnx_pipeline.train._cli.saving import Folder, Run, Texts
 
+NUMBER = click.IntRange(0, 999_999)
+
 
 @click.command(
     "train",
@@ -42,13 +44,13 @@ from nnx_pipeline.train._cli.saving import Folder, Run, Texts
     ),
     click.option(
         "--process-id",
-        type=click.IntRange(0),
+        type=NUMBER,
         metavar="N",
         help="The number of this process, from 0.",
     ),
     click.option(
         "--restart",
-        type=click.IntRange(0),
+        type=NUMBER,
         default=0,
         metavar="N",
         help="Go on after the newest step in --checkpoint-dir, if there is one, and begin again up "
