@@ -17,7 +17,7 @@ import pytest
 import scanned_styles as styles
 from documents import BLOCKS
 from flax import nnx
-from helpers import Run, missing, optax_promotion, user_environment
+from helpers import INTERRUPTIBLE, Run, missing, optax_promotion, user_environment
 
 from nnx_pipeline import lab
 from nnx_pipeline.lab._tracing.calls import traced_afresh
@@ -253,7 +253,7 @@ def test_what_cannot_be_tried_is_refused(words: list[str], said: str, run: Run) 
 def test_an_interrupted_run_shows_what_it_has(tmp_path: Path) -> None:
     script = "from nnx_pipeline.lab._cli.console import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *PLAIN, "--platform", "cpu"],
+        [sys.executable, "-c", INTERRUPTIBLE + script, *PLAIN, "--platform", "cpu"],
         cwd=Path(__file__).parents[1],
         env=user_environment(),
         stdout=subprocess.PIPE,
