@@ -1,5 +1,6 @@
 """The training loop, on generated data or on a text."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,11 +66,13 @@ def train(
         step = jit_train_step(state, mesh)
     done = int(state.step)
     source = source or Rule(seed, config.model.vocab_size)
-    feed = batches(config, mesh, source, first=done)
-    for _ in range(done, steps):
+    feed = itertools.islice(batches(config, mesh, source, first=done), max(0, steps - done))
+    batch = next(feed, None)
+    while batch is not None:
         # The mesh is set for each step only: the caller's code runs between the steps.
         with jax.set_mesh(mesh):
-            state, metrics = step(state, next(feed))
+            state, metrics = step(state, batch)
+        batch = next(feed, None)  # made while the step runs
         yield Step(state, metrics)
 
 

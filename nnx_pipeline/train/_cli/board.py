@@ -10,6 +10,7 @@ from nnx_pipeline.lab._files import local
 from nnx_pipeline.lab.errors import InputError, optional
 
 Board = Callable[[int, Mapping[str, float | None]], None]
+_SECONDS = 2.0  # from one flush to the next: each waits for the disk
 
 
 def check_board(folder: str | None) -> None:
@@ -32,8 +33,8 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
     """A function that adds the numbers of a step to a new event file, in a training after `first`;
     None without a folder.
 
-    It writes at once. The queue and the thread of tensorboardX's `SummaryWriter` would wait for
-    ever after an error.
+    It flushes every two seconds, and at the end. The queue and the thread of tensorboardX's
+    `SummaryWriter` would wait for ever after an error.
     """
     if folder is None:
         yield None
@@ -44,9 +45,14 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
     # Files of one second have the same name otherwise, and are read in the order of their names.
     writer = writers.EventsWriter(str(path / "events"), f".{time.time_ns()}")
 
+    flushed = -_SECONDS
+
     def write(step: int, **what: object) -> None:
+        nonlocal flushed
         writer.write_event(writers.event_pb2.Event(step=step, wall_time=time.time(), **what))
-        writer.flush()
+        if time.monotonic() - flushed >= _SECONDS:
+            writer.flush()
+            flushed = time.monotonic()
 
     def add(step: int, values: Mapping[str, float | None]) -> None:
         known = ((tag, value) for tag, value in values.items() if value is not None)

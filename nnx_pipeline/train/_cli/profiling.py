@@ -4,20 +4,23 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 
+from jaxtyping import PyTree
+
 from nnx_pipeline.lab.errors import InputError, counted
 
 _FORM = re.compile(r"(\d{1,18})\.\.(\d{1,18}):(.+)", re.ASCII | re.DOTALL)
 
 
 @contextlib.contextmanager
-def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of each step that has ended; it begins and ends the trace.
+def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int, PyTree], None]]:
+    """A function to call with the number of each step and what it computes, before the next one
+    begins; it begins and ends the trace.
 
     `asked` is `FIRST..LAST:DIR` or None, `done` the step after which training goes on, `steps` its
     last one. Raises InputError unless all steps to be traced are trained now.
     """
     if asked is None:
-        yield lambda number: None
+        yield lambda number, computed: None
         return
     import jax
 
@@ -29,18 +32,20 @@ def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int
         )
     running = False
 
-    def ended(number: int) -> None:
+    def begun(number: int, computed: PyTree) -> None:
         nonlocal running
         if running and number == last:
+            jax.block_until_ready(computed)
             running = False
             jax.profiler.stop_trace()
         elif not running and number + 1 == first:
+            jax.block_until_ready(computed)
             jax.profiler.start_trace(folder)
             running = True
 
-    ended(done)
+    begun(done, None)
     try:
-        yield ended
+        yield begun
     finally:
         if running:  # training has ended before
             jax.profiler.stop_trace()

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,6 +103,29 @@ class _Ready(NamedTuple):
     journal: Journal
 
 
+@dataclass
+class _Told:
+    """Checks and tells of each step once it has ended, when the next one has been started: devices
+    wait for nothing that is told."""
+
+    ready: _Ready
+    advance: Callable[[str], None]
+    metrics: Metrics | None = None  # of the step that was started last, until it is told of
+
+    def started(self, metrics: Metrics) -> None:
+        """Takes what the next step computes, and tells of the one before it."""
+        self.ended()
+        self.metrics = metrics
+
+    def ended(self) -> None:
+        """Waits for the step that was started last, and tells of it."""
+        metrics, self.metrics = self.metrics, None
+        if metrics is not None:
+            journal = self.ready.journal
+            self.ready.checks.finite_step(metrics, journal.last + 1)  # which waits
+            self.advance(journal.add(metrics))
+
+
 def train_and_save(
     config: Config, chosen: Chosen, hosts: Hosts, run: Run, texts: Texts, folder: Folder
 ) -> Trained:
@@ -112,31 +135,31 @@ def train_and_save(
     """
     router = None
     with contextlib.ExitStack() as stack:
-        steps, checks, journal = stack.enter_context(
-            _ready(config, chosen, hosts, run, texts, folder)
-        )
+        ready = stack.enter_context(_ready(config, chosen, hosts, run, texts, folder))
+        steps, checks, journal = ready
         traced = stack.enter_context(profiled(run.profile, journal.first, run.steps))
         saver, stops = checks.saver, None
         shown = bar("training", run.steps, "compiling", journal.first)
         advance = stack.enter_context(shown) if hosts.leads else _say_nothing
-        for state, metrics in steps:
-            number = journal.last + 1
-            checks.finite_step(metrics, number)  # which waits for the step
-            traced(number)
-            advance(journal.add(metrics))
+        told = _Told(ready, advance)
+        for number, (state, metrics) in enumerate(steps, journal.first + 1):
+            told.started(metrics)
+            traced(number, metrics)
             router = metrics.router
             if stops is None and (saver is not None or hosts.joins):
                 # Until here there was nothing to save, and the first step may compile for minutes.
                 stops = stack.enter_context(stopping())
             is_last = stops is not None and stops(number)
             is_due = number == run.steps or (saver is not None and saver.is_due(number))
-            if is_due or is_last or run.evaluates(number):
-                advance("checking", 0)
-                # Who sent SIGTERM does not wait for long.
-                if is_last:
-                    checks.sound(state)
-                else:
-                    journal.evaluated(checks.held_out_loss(state))
+            if not (is_due or is_last or run.evaluates(number)):
+                continue
+            told.ended()
+            advance("checking", 0)
+            # Who sent SIGTERM does not wait for long.
+            if is_last:
+                checks.sound(state)
+            else:
+                journal.evaluated(checks.held_out_loss(state))
             if saver is not None and (is_due or is_last):
                 advance("saving", 0)
                 saver.save(state)
