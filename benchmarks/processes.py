@@ -3,9 +3,11 @@
     python benchmarks/processes.py share      4 processes × 2 devices, and 1 × 8
     python benchmarks/processes.py resume     4 → 2 → 1 processes, on three meshes
     python benchmarks/processes.py kills [N]  2 and 4 processes, of which one is killed
+    python benchmarks/processes.py restarts [N]  the same with --restart, by JAX's own detection
+    python benchmarks/processes.py faults     what the others say of a lost process, and when
     python benchmarks/processes.py            writes benchmarks/results/processes.md
 
-The first three keep what they find in processes.json. Nothing else may run beside them: where one
+All but the last keep what they find in processes.json. Nothing else may run beside them: where one
 process compiles for half a minute longer than another, Gloo gives up the wait for it.
 """
 
@@ -18,8 +20,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,42 +69,88 @@ finally:
 """
 
 
-class Group:
-    """The processes of one training."""
+COMMAND = "from nnx_pipeline.lab._cli.main import main; main()"
 
-    def __init__(self, folder: Path, count: int, mesh: str, options: Sequence[str]) -> None:
-        self.folder, self.count = folder, count
+
+class Network:
+    """A way to a port of this machine that can be cut, so that nothing comes through any more."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self.is_up = port, True
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            here, _ = self._listening.accept()
+            there = socket.create_connection(("127.0.0.1", self._to))
+            for one, other in ((here, there), (there, here)):
+                threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        while data := one.recv(65536):
+            while not self.is_up:
+                time.sleep(1)
+            other.sendall(data)
+        other.close()
+
+
+class Group:
+    """The processes of one training: the command itself where they are `watched`, and else the
+    process that it would watch, which tells more."""
+
+    def __init__(
+        self, folder: Path, count: int, mesh: str, options: Sequence[str], watched: bool = False
+    ) -> None:
+        self.folder, self.count, self.watched = folder, count, watched
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        self.network = Network(port)  # of the last process
         self.processes = []
         for number in range(count):
             words = [*MODEL, "--mesh", mesh, *options]
             if count > 1:
-                words += ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count)]
+                way = self.network.port if number == count - 1 else port
+                words += ["--coordinator", f"127.0.0.1:{way}", "--num-processes", str(count)]
                 words += ["--process-id", str(number)]
             self.processes.append(self._start(number, words))
 
     def _start(self, number: int, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        told = [str(self.folder / "programs"), str(self.folder / f"told{number}")]
+        programs = str(self.folder / "programs")
+        code = [PROCESS, programs, str(self.folder / f"told{number}")]
+        more = {"NNX_PIPELINE_WATCHED": "1"}
+        if self.watched:
+            code = [COMMAND]
+            more = {"JAX_COMPILATION_CACHE_DIR": programs}
+            more |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         with (
             open(self.folder / f"out{number}", "wb") as out,
             open(self.folder / f"err{number}", "wb") as err,
         ):
             return subprocess.Popen(
-                [sys.executable, "-c", PROCESS, *told, *words],
+                [sys.executable, "-c", *code, *words],
                 stdin=subprocess.PIPE,  # at whose end a watched process ends
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "NNX_PIPELINE_WATCHED": "1"},
+                env={**os.environ, **more},
             )
+
+    def trains(self, number: int) -> int | None:
+        """The id of the process that a watching one has started, if it is there."""
+        watching = self.processes[number].pid
+        found = Path(f"/proc/{watching}/task/{watching}/children").read_text().split()
+        return int(found[0]) if found else None
+
+    def said(self, number: int) -> str:
+        return (self.folder / f"err{number}").read_text()
 
     def wait(self) -> Found:
         """What process 0 has written, and what each has told; raises RuntimeError."""
         codes = [process.wait(LONGEST) for process in self.processes]
         if any(codes):
-            said = [(self.folder / f"err{n}").read_text() for n in range(self.count)]
-            raise RuntimeError(f"{codes}: {said}")
+            raise RuntimeError(f"{codes}: {[self.said(n) for n in range(self.count)]}")
         told = [json.loads((self.folder / f"told{n}").read_text()) for n in range(self.count)]
         return {**json.loads((self.folder / "out0").read_text()), "told": told}
 
@@ -173,64 +223,104 @@ def resume(folder: Path) -> Found:
     return {"apart": apart(losses, stay["losses"]), "steps": len(losses), "rows": made}
 
 
+SIZES = ((2, "stage=2,fsdp=2"), (4, "stage=4,fsdp=2"))
+STEPS, EVERY = 12, 2
+
+
+@dataclass
+class Killed:
+    """Trainings of which processes are killed, beside one of which none is."""
+
+    folder: Path
+    count: int
+    mesh: str
+    steps: int
+    every: int
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.count)
+        for _ in range(2):  # the first compiles
+            began = time.monotonic()
+            whole = trained(self.folder, self.count, self.mesh, *self.options, run=self.run(0))
+            self.lasts, self.losses = time.monotonic() - began, whole["losses"]
+            shutil.rmtree(self.run(0))
+
+    def run(self, number: int) -> Path:
+        return self.folder / f"run{number}"
+
+    @property
+    def options(self) -> list[str]:
+        return ["--steps", str(self.steps), "--save-every", str(self.every)]
+
+    def start(self, run: Path, *more: str, watched: bool = False) -> Group:
+        told = ["--checkpoint-dir", str(run), "--metrics", str(run.with_suffix(".jsonl"))]
+        return Group(self.folder, self.count, self.mesh, [*self.options, *told, *more], watched)
+
+    def check(self, run: Path) -> None:
+        """Raises AssertionError unless the training has all losses and has saved its end."""
+        lines = map(json.loads, run.with_suffix(".jsonl").read_text().splitlines())
+        losses = {line["step"]: line["loss"] for line in lines}
+        assert [*losses.values()] == self.losses, (losses, self.losses)
+        assert _newest(run) == self.steps, f"{run} ended at step {_newest(run)}"
+
+
 def kills(folder: Path, most: str = "20") -> Found:
     """Trainings of 2 and 4 processes, one of which is killed, then all: they go on, to the bit."""
-    draw, found = random.Random(0), {}
-    for count, mesh in ((2, "stage=2,fsdp=2"), (4, "stage=4,fsdp=2")):
-        steps, every = 12, 2
-        options = ("--steps", str(steps), "--save-every", str(every))
-        began = time.monotonic()
-        whole = trained(folder, count, mesh, *options, run=folder / "whole")
-        lasts, done, runs, lost, unfinished = time.monotonic() - began, 0, 0, 0, 0
+    found = {}
+    for count, mesh in SIZES:
+        (own := folder / str(count)).mkdir()
+        killed, done, runs, unfinished = Killed(own, count, mesh, STEPS, EVERY), 0, 0, 0
+        lost = {"foreground": 0, "background": 0}
         while done < int(most) // 2:
-            run, losses = folder / f"run{runs}", dict[int, float]()
             runs += 1
+            run = killed.run(runs)
             while True:
-                killed = _killed(folder, count, mesh, options, run, draw.uniform(2.0, lasts))
-                newest = _newest(run)
-                if not killed:
+                before = _newest(run)
+                where = killed.draw.choice([*lost])
+                if not _killed(killed, run, where):
                     break
                 done += 1
                 unfinished += any(run.glob("*.incomplete"))
-                lost = max(lost, _steps_told(run.with_suffix(".jsonl")) - newest)
-            ended = [
-                json.loads(line) for line in run.with_suffix(".jsonl").read_text().splitlines()
-            ]
-            losses = {line["step"]: line["loss"] for line in ended}
-            assert [*losses.values()] == whole["losses"], (losses, whole["losses"])
-            assert newest == steps, f"{run} ended at step {newest}"
-            print(f"{count} processes: {done} kills, {runs} runs", file=sys.stderr, flush=True)
-        found[str(count)] = {
-            "kills": done,
-            "runs": runs,
-            "most_lost": lost,
-            "every": every,
-            "unfinished": unfinished,
-        }
-        for path in folder.glob("run*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        shutil.rmtree(folder / "whole")
+                newest = _newest(run)
+                assert newest >= before
+                lost[where] = max(lost[where], _steps_told(run) - newest)
+            killed.check(run)
+            assert lost["foreground"] <= EVERY, lost
+            assert lost["background"] <= 2 * EVERY, lost
+            one = {"kills": done, "runs": runs, "lost": {**lost}, "unfinished": unfinished}
+            keep("kills", found | {str(count): one})
+            print(f"{count} processes: {one}", file=sys.stderr, flush=True)
+        found[str(count)] = one
     return found
 
 
-def _killed(
-    folder: Path, count: int, mesh: str, options: Sequence[str], run: Path, after: float
-) -> bool:
-    """Trains, and kills one process after so many seconds, and soon all; whether it came to that.
+def _killed(killed: Killed, run: Path, where: str) -> bool:
+    """Trains, kills one process at a moment, and soon all; whether it came to that.
 
-    A cluster ends the other processes of a job too; test_train_processes.py waits for JAX to.
+    Half of the moments are drawn over the time of a process, and half after a step, which is when
+    steps are saved. A cluster ends the other processes of a job too; `restarts` has JAX do it.
     """
-    more = ["--resume"] if _newest(run) else []
-    saved = ["--checkpoint-dir", str(run), "--metrics", str(run.with_suffix(".jsonl"))]
-    group = Group(folder, count, mesh, [*options, *more, *saved])
+    newest = _newest(run)
+    more = ["--resume"] if newest else []
+    more += ["--save-in-background"] if where == "background" else []
+    draw, lasts = killed.draw, killed.lasts
+    told = _steps_told(run) if newest else 0
+    after, step = draw.uniform(0.1 * lasts, lasts), None
+    if draw.random() < 0.5 and newest < STEPS:
+        after, step = draw.uniform(0.0, 0.5), draw.randint(newest + 1, STEPS)
+    lines = _lines(run) if told else 0
+    group = killed.start(run, *more)
     try:
+        if step is not None:
+            while _lines(run) < lines + step - newest and group.processes[0].poll() is None:
+                time.sleep(0.005)
         until = time.monotonic() + after
         while time.monotonic() < until:
             if all(process.poll() is not None for process in group.processes):
                 break
-            time.sleep(0.02)
+            time.sleep(0.01)
         else:
-            random.choice(group.processes).send_signal(signal.SIGKILL)
+            draw.choice(group.processes).send_signal(signal.SIGKILL)
             time.sleep(0.5)
             return True
         group.wait()
@@ -239,15 +329,122 @@ def _killed(
         group.end()
 
 
+def restarts(folder: Path, most: str = "8") -> Found:
+    """The same by `--restart`: processes that lose another one end by themselves, and begin
+    again."""
+    found = {}
+    for count, mesh in SIZES:
+        (own := folder / str(count)).mkdir()
+        killed, each = Killed(own, count, mesh, 300, 5), int(most) // 2
+        run = killed.run(1)
+        group = killed.start(run, "--restart", str(each), watched=True)
+        seconds = []
+        try:
+            for number in range(each):
+                newest = _newest(run)
+                while _newest(run) < newest + 5:
+                    assert all(process.poll() is None for process in group.processes), group.said(0)
+                    time.sleep(0.02)
+                time.sleep(killed.draw.uniform(0.0, 2.0))
+                children = [group.trains(number) for number in range(count)]
+                victim = killed.draw.randrange(count)
+                began = time.monotonic()
+                os.kill(children[victim] or 0, signal.SIGKILL)
+                while any(
+                    group.said(other).count("it begins again") <= number for other in range(count)
+                ):
+                    assert time.monotonic() - began < LONGEST
+                    time.sleep(0.1)
+                seconds.append(time.monotonic() - began)
+                print(f"{count} processes: {number + 1} kills", file=sys.stderr, flush=True)
+            codes = [process.wait(LONGEST) for process in group.processes]
+            assert codes == [0] * count, (codes, group.said(0))
+        finally:
+            group.end()
+        killed.check(run)
+        found[str(count)] = {"kills": each, "seconds": seconds}
+    return found
+
+
+def _kill(group: Group, number: int) -> None:
+    os.kill(group.trains(number) or 0, signal.SIGKILL)
+
+
+def _stop(group: Group, number: int) -> None:
+    os.kill(group.trains(number) or 0, signal.SIGSTOP)
+
+
+def _delay(group: Group, number: int) -> None:
+    child = group.trains(number) or 0
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(15)
+    os.kill(child, signal.SIGCONT)
+
+
+def _cut(group: Group, number: int) -> None:
+    group.network.is_up = False
+
+
+FAULTS: dict[str, tuple[int, Callable[[Group, int], None]]] = {
+    "killed": (1, _kill),
+    "killed, which coordinates": (0, _kill),
+    "stopped by SIGSTOP": (2, _stop),
+    "cut off from the coordinator": (3, _cut),
+    "stopped for 15 seconds": (1, _delay),
+}
+
+
+def faults(folder: Path) -> Found:
+    """Four processes, of which one gets a fault: what the others say, and after how long."""
+    found = {}
+    for fault, (victim, act) in FAULTS.items():
+        run = folder / f"run{len(found)}"
+        options = ["--steps", "1000000", "--save-every", "20", "--checkpoint-dir", str(run)]
+        group = Group(folder, 4, "stage=4", options, watched=True)
+        others = [number for number in range(4) if number != victim or act is _cut]
+        try:
+            while _newest(run) < 20:
+                assert all(process.poll() is None for process in group.processes), group.said(0)
+                time.sleep(0.1)
+            began = time.monotonic()
+            act(group, victim)
+            if "for 15" in fault:
+                newest = _newest(run)
+                while _newest(run) <= newest + 20:
+                    assert all(process.poll() is None for process in group.processes), group.said(0)
+                    time.sleep(0.1)
+                group.processes[2].terminate()
+            codes = [group.processes[number].wait(LONGEST) for number in others]
+            seconds = time.monotonic() - began
+            said = sorted({group.said(number).splitlines()[-1] for number in others})
+            found[fault] = {"process": victim, "seconds": seconds, "codes": codes, "said": said}
+            print(fault, found[fault], file=sys.stderr, flush=True)
+        finally:
+            group.end()
+    return found
+
+
 def _newest(run: Path) -> int:
     if not run.is_dir():
         return 0
     return max((int(path.name) for path in run.iterdir() if path.name.isdecimal()), default=0)
 
 
-def _steps_told(metrics: Path) -> int:
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
+def _told(run: Path) -> list[str]:
+    metrics = run.with_suffix(".jsonl")
+    return metrics.read_text().splitlines() if metrics.is_file() else []
+
+
+def _lines(run: Path) -> int:
+    return len(_told(run))
+
+
+def _steps_told(run: Path) -> int:
+    return max((json.loads(line)["step"] for line in _told(run)), default=0)
+
+
+def keep(name: str, found: Found) -> None:
+    write_text(str(KNOWN), json.dumps({**read(), name: found}, indent=1) + "\n")
 
 
 def read() -> Found:
@@ -271,18 +468,32 @@ written, and read at the resume.
 ABOUT_RESUME = """
 ## From four processes to two to one
 
-Four steps each on {meshes}, beside twelve steps that never moved: losses are {apart:.1e} apart, and
-the processes have made {rows} of {all} sequences, each once.
+Four steps each on {meshes},
+beside twelve steps that never moved: losses are {apart:.1e} apart, and the processes have made
+{rows} of {all} sequences, each once.
 """
-ABOUT_KILLS = """
+ABOUT_KILLS = f"""
 ## Kills
 
-A training saves every {every} steps. One of its processes is killed at a random moment, soon after
-it the others, as a cluster does, and the same command goes on with `--resume`. That all losses are
-those of a training that nobody killed, to the bit, is checked at the end of each.
+A training saves every {EVERY} steps, in the foreground or in the background by chance. One of its
+processes is killed at a random moment, the others half a second after it, as a cluster does, and
+the same command goes on with `--resume`. Half of the moments are soon after a step. That all losses
+are those of a training that nobody killed, to the bit, is checked at the end of each.
 
-| processes | kills | trainings | steps lost at most | left an unfinished step |
-|--:|--:|--:|--:|--:|
+| processes | kills | trainings | steps lost at most | in the background | left an unfinished step |
+|--:|--:|--:|--:|--:|--:|
+"""
+ABOUT_RESTARTS = """
+With `--restart` JAX finds out which process was lost, and all begin again by themselves. Losses are
+the same to the bit. Seconds are those until all have said which one it was.
+
+| processes | kills | seconds |
+|--:|--:|--:|
+"""
+ABOUT_FAULTS = """
+## What the other processes say
+
+Of four processes one is lost. The last line of the others, and the seconds until all have ended:
 """
 
 
@@ -302,21 +513,31 @@ def page() -> str:
         rows, every = sum(moved["rows"]), 16 * moved["steps"]
         text += ABOUT_RESUME.format(meshes=meshes, apart=moved["apart"], rows=rows, all=every)
     if killed := found.get("kills"):
-        text += ABOUT_KILLS.format(every=next(iter(killed.values()))["every"])
+        text += ABOUT_KILLS
         for count, one in killed.items():
-            cells = [count, *(one[key] for key in ("kills", "runs", "most_lost", "unfinished"))]
+            cells = [count, one["kills"], one["runs"], *one["lost"].values(), one["unfinished"]]
             text += f"| {' | '.join(map(str, cells))} |\n"
+    if again := found.get("restarts"):
+        text += ABOUT_RESTARTS
+        for count, one in again.items():
+            least, most = min(one["seconds"]), max(one["seconds"])
+            text += f"| {count} | {one['kills']} | {least:.0f} to {most:.0f} |\n"
+    if lost := found.get("faults"):
+        text += ABOUT_FAULTS
+        for fault, one in lost.items():
+            said = "\n".join(one["said"])
+            text += f"\nProcess {one['process']}, {fault}: {one['seconds']:.0f} s\n\n"
+            text += f"```text\n{said}\n```\n"
     return text
 
 
 def main() -> None:
     name, *rest = sys.argv[1:] or ["page"]
-    parts = {"share": share, "resume": resume, "kills": kills}
+    parts = {part.__name__: part for part in (share, resume, kills, restarts, faults)}
     if name in parts:
         os.environ["JAX_PLATFORMS"] = "cpu"
         with tempfile.TemporaryDirectory() as folder:
-            found = parts[name](Path(folder), *rest)
-        write_text(str(KNOWN), json.dumps({**read(), name: found}, indent=1) + "\n")
+            keep(name, parts[name](Path(folder), *rest))
     write_text(str(RESULTS), page())
 
 

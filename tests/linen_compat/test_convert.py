@@ -4,10 +4,13 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import script, user_environment
 from huggingface_reference import FOLDER
 from maxtext_data import (
     DATA,
@@ -301,3 +304,14 @@ def test_a_link_is_no_destination(tmp_path, bridge):
     source = checkpoint("scanned_params_only_bf16")
     ended = bridge("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
     assert (ended.code, "is a symlink" in ended.err) == (2, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
+@pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"])
+def test_pages_of_2_mb(given):
+    """The command asks glibc for them, unless somebody has told glibc something else."""
+    code = f"import os; print(os.environ.get('GLIBC_TUNABLES'))\n{script('linen_compat')}"
+    environment = {**user_environment(), **({"GLIBC_TUNABLES": given} if given else {})}
+    command = [sys.executable, "-c", code, "convert", "--help"]
+    said = subprocess.check_output(command, env=environment, text=True)
+    assert f"{given or 'glibc.malloc.hugetlb=1'}\nUsage: linen-compat convert" in said
