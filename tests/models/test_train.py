@@ -258,3 +258,18 @@ def test_the_mesh_does_not_change_the_losses() -> None:
                 [float(step.metrics.loss) for step in train(config, mesh_of(mesh), steps=4)]
             )
     assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def test_the_next_batch_is_made_while_a_step_runs() -> None:
+    """And none after the last."""
+    config, made = small_config(), 0
+
+    def make(shape: tuple[int, int]) -> np.ndarray:
+        nonlocal made
+        made += 1
+        return np.zeros(shape, int)
+
+    steps = train(config, mesh_of(""), steps=3, source=Given(make))
+    with optax_promotion():
+        of_all = [made for _ in steps]
+    assert [count / of_all[0] for count in of_all] == [1, 1.5, 1.5]

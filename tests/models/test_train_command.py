@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from helpers import LONGEST, Run, assert_close, missing, script, started
 from maxtext_data import read
 
 from linen_compat.checkpoints import _offered as offered
+from nnx_pipeline.train._cli import training
+from nnx_pipeline.train._cli.journal import Journal
 
 SMALL = (
     *("--model", "tiny", "--set", "model.num_layers=4", "--set", "model.vocab_size=256"),
@@ -26,6 +29,30 @@ SMALL = (
 def own_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this checkout, whatever the environment has installed."""
     monkeypatch.setattr("nnx_pipeline.train._cli.saving.checkpoints", lambda: offered)
+
+
+def test_a_step_is_told_of_when_the_next_one_was_started(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before it is saved."""
+    done, train, add = list[str](), training.train, Journal.add
+
+    def steps(*given: Any, **options: Any) -> Iterator[Any]:
+        for step in train(*given, **options):
+            done.append("started")
+            yield step
+
+    def told(journal: Journal, metrics: Any) -> str:
+        done.append("told")
+        return add(journal, metrics)
+
+    monkeypatch.setattr(training, "train", steps)
+    monkeypatch.setattr(Journal, "add", told)
+    saves = ("--checkpoint-dir", tmp_path / "run", "--save-every", 3)
+    assert run("train", *SMALL, "--steps", 4, *saves).code == 0
+    first, rest = done[:6], done[6:]
+    assert first == ["started", "started", "told", "started", "told", "told"]
+    assert rest == ["started", "told"]
 
 
 def given(**fields: object) -> list[str]:
