@@ -152,3 +152,16 @@ def lists(tree: Any) -> Any:
     if tree and all(key.isdecimal() for key in tree):
         return [lists(tree.get(str(n))) for n in range(max(map(int, tree)) + 1)]
     return {key: lists(child) for key, child in tree.items()}
+
+
+def prompts_of_reference() -> list[dict[str, object]]:
+    """The first document of each row of the kept logits of MaxText, as prompts."""
+    with np.load(DATA / "unscanned" / "reference.npz") as kept:
+        tokens, segments, logits = (
+            kept[name] for name in ("inputs", "inputs_segmentation", "logits_dense")
+        )
+    ends = [int(np.argmax(row != row[0]) or len(row)) for row in segments]
+    return [
+        {"prompt": "", "tokens": tokens[row, :end].tolist(), "logits": logits[row, :end].tolist()}
+        for row, end in enumerate(ends)
+    ]

@@ -1,12 +1,17 @@
 """What `check` does, and what it prints."""
 
-import jax
 from rich.console import Group, RenderableType
 
 from linen_compat._cli.running import byte_bar, command, text_of
 from linen_compat._cli.values import Checks
 from linen_compat.checkpoints import _check as checking
 from linen_compat.checkpoints._check import diagnose, read_everything
+from linen_compat.checkpoints._logits import (
+    MOST_DIVERGENCE,
+    FromGiven,
+    compare_with_logits,
+    read_logits,
+)
 from linen_compat.checkpoints._named_config import read_config
 from linen_compat.formats._comparison import first_of
 from linen_compat.formats._merged import adapter_of
@@ -14,6 +19,7 @@ from linen_compat.formats._streams import Mismatch
 from nnx_pipeline.lab._cli.support import Failed
 from nnx_pipeline.lab._report.columns import Column, Columns, number_columns
 from nnx_pipeline.lab._report.output import check_writable, emit_json, show
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import counted
 
 _SHOWN = 40  # lines about single leaves
@@ -22,14 +28,18 @@ _SHOWN = 40  # lines about single leaves
 @command()
 def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str | None) -> None:
     """Shows what a model would take from a checkpoint; raises Failed unless everything fits."""
-    jax.config.update("jax_platforms", "cpu")
+    Platform.parse("cpu").devices(1)
     check_writable(json_path, "--json")
     config = read_config(config_name, checkpoint)
     adapter = adapter_of(checks.adapter, checkpoint)
     diagnosis = diagnose(checkpoint, config, adapter)
     if checks.numerics:
         checking.check_comparable(diagnosis)
-    result: dict[str, object] = {**diagnosis.to_json(), "read_bytes": None, "numerics": None}
+    given = read_logits(checks.logits, config.model.vocab_size) if checks.logits else []
+    result: dict[str, object] = {
+        **diagnosis.to_json(),
+        **dict.fromkeys(("read_bytes", "numerics", "logits")),
+    }
     if diagnosis.format is not None:  # else the error says all there is to say
         show(_diagnosis(diagnosis), json_path=json_path)
     problems = list(diagnosis.comparison.problems)
@@ -51,6 +61,16 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
         show(_first_difference(first_difference), json_path=json_path)
         if first_difference.place is not None:
             problems.append(f"{first_difference.place} differs from MaxText's mathematics")
+    if given and not problems:
+        found = compare_with_logits(checkpoint, config, given, checks.adapter)
+        result["logits"] = vars(found)
+        show(_from_given(found), json_path=json_path)
+        if not found.divergence <= MOST_DIVERGENCE:  # unlike `>`, this is true of NaN
+            problems.append(
+                f"at position {found.position} of prompt {found.prompt} its logits are "
+                f"{found.divergence:.1e} nats from those in {checks.logits}, and "
+                f"{MOST_DIVERGENCE} are allowed"
+            )
     result = {**result, "problems": problems, "fits": not problems}
     emit_json(json_path, result)
     if problems:
@@ -85,4 +105,13 @@ def _first_difference(result: checking.FirstDifference) -> str:
     return (
         f"numerics: {result.place} is off by {result.largest:.1e} of the largest value "
         f"(allowed: {checking.NUMERICS_TOLERANCE})"
+    )
+
+
+def _from_given(found: FromGiven) -> str:
+    """One line on how far the loaded model is from given logits."""
+    return (
+        f"logits: {counted(found.prompts, 'prompt')}, {counted(found.positions, 'position')}, "
+        f"{found.compared:,} tokens of the vocabulary; off by {found.largest:.1e} at most, "
+        f"by {found.divergence:.1e} nats of divergence at most"
     )

@@ -69,6 +69,12 @@ adapter_option = click.option(
     ),
     click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass."),
     adapter_option,
+    click.option(
+        "--logits",
+        metavar="FILE",
+        help="Compare the model's logits with those in lines of JSON with `tokens` and `logits`, "
+        "as MaxText's forward_pass_logit_checker reads and writes them.",
+    ),
 )
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def check_checkpoint(
@@ -76,9 +82,9 @@ def check_checkpoint(
 ) -> None:
     """Say which leaves a model would take from a checkpoint and which stay randomly initialised.
 
-    Reads only metadata and the step counts, unless --read or --numerics is given. Exit 1 unless
-    everything fits. The state of another optimizer than AdamW is no misfit: what becomes of it is
-    said.
+    Reads only metadata and the step counts, unless --read, --numerics or --logits is given. Exit 1
+    unless everything fits. The state of another optimizer than AdamW is no misfit: what becomes of
+    it is said.
     """
     if checks.allow_nan and not checks.read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")

@@ -11,3 +11,4 @@ class Checks:
     numerics: bool
     allow_nan: bool
     adapter: str | None
+    logits: str | None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import MODULES
 from helpers import run_fresh
-from maxtext_data import DATA
+from maxtext_data import DATA, prompts_of_reference
 
 from linen_compat.formats._names import (
     ATTENTION,
@@ -45,12 +46,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("checkpoint", "config.yml", "reference.npz"):
         source = DATA / "unscanned" / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+    lines = map(json.dumps, prompts_of_reference())
+    (folder / "logits.jsonl").write_text("\n".join(lines))
     return folder
 
 
-def run(script: str, place: Path, *arguments: str) -> None:
+def run(script: str, place: Path, *arguments: str) -> str:
     done = run_fresh(script, *arguments, folder=place)
     assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.mark.slow
@@ -62,10 +66,14 @@ def test_python_blocks_run_one_after_the_other(place: Path) -> None:
 def test_commands_run_one_after_the_other(place: Path) -> None:
     commands = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
     programs = [command.split()[0] for command in commands]
-    assert (programs.count("linen-compat"), programs.count("nnx-pipeline")) == (7, 1)
+    assert (programs.count("linen-compat"), programs.count("nnx-pipeline")) == (8, 1)
+    said = ""
     for command in commands:
         program, *arguments = shlex.split(command)
-        run(f"from {MODULES[program]} import main; main()", place, *arguments)
+        said += run(f"from {MODULES[program]} import main; main()", place, *arguments)
+    (shown,) = (text for language, text in BLOCKS if text.startswith("logits: "))
+    about, _, _ = shown.partition("off by")  # the figures are rounding
+    assert about in " ".join(said.split())
 
 
 def test_the_table_of_parameters_is_that_of_the_code() -> None:

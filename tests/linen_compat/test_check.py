@@ -14,6 +14,7 @@ from maxtext_data import (
     full_state,
     laid_out,
     parameters,
+    prompts_of_reference,
     state_in,
     write,
 )
@@ -280,3 +281,66 @@ def test_a_leaf_that_is_there_twice(tmp_path, check):
 def test_allow_nan_is_for_read(check):
     ended = check(checkpoint("unscanned"), "--allow-nan")
     assert (ended.code, "add --read" in ended.err) == (2, True)
+
+
+@pytest.mark.parametrize("as_a_list", [False, True])
+def test_given_logits(tmp_path, check, as_a_list):
+    """In lines as MaxText reads them, and in one list as it writes them."""
+    prompts, file = prompts_of_reference(), tmp_path / "logits.jsonl"
+    lines = [json.dumps(prompts)] if as_a_list else [*map(json.dumps, prompts), ""]
+    file.write_text("\n".join(lines))
+    ended = check(checkpoint("unscanned"), "--logits", file, "--json", "-")
+    assert ended.code == 0, ended.err
+    found = ended.json["logits"]
+    assert found["prompts"] == len(prompts) > 1
+    assert found["positions"] == sum(len(prompt["tokens"]) for prompt in prompts)
+    assert found["compared"] == len(prompts[0]["logits"][0])
+    assert 0 < found["largest"] < 1e-5
+    assert abs(found["divergence"]) < 1e-9
+
+
+def test_logits_of_another_model(tmp_path, check):
+    """The place of the largest divergence, which is Σ p log(p / q), of the compared tokens alone;
+    rows of later positions may be left out."""
+    prompts, file = prompts_of_reference(), tmp_path / "logits.jsonl"
+    vocabulary = len(prompts[0]["logits"][0])
+    changed = prompts[1]["logits"][2] = [0.0] * vocabulary
+    for prompt in prompts:
+        prompt["logits"] = [[*row, 9.0] for row in prompt["logits"][:4]]  # a padded table
+    ours = np.float64(prompts_of_reference()[1]["logits"][2])
+    expected = -np.mean(ours - np.log(np.sum(np.exp(ours)))) - np.log(len(changed))
+    file.write_text("\n".join(map(json.dumps, prompts)))
+    ended = check(checkpoint("unscanned"), "--logits", file, "--json", "-")
+    found = ended.json["logits"]
+    assert (ended.code, found["prompt"], found["position"]) == (1, 1, 2)
+    assert found["divergence"] == pytest.approx(expected, rel=1e-4)
+    assert found["largest"] == pytest.approx(np.max(np.abs(ours)), abs=1e-4)
+    assert found["compared"] == vocabulary
+    assert found["positions"] == sum(len(prompt["logits"]) for prompt in prompts)
+    assert "at position 2 of prompt 1 its logits are" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is empty; give lines of JSON"),
+        ("logits", "line 1 is not JSON: "),
+        ("[3]", "line 1 has no tokens [seq] and logits [seq, vocab]; give both"),
+        ('{"tokens": [1, 2]}', "line 1 has no tokens"),
+        ('\n{"tokens": [1, 2], "logits": [[1], [1, 2]]}', "line 2 has no tokens"),
+        ('{"tokens": [1.5], "logits": [[1]]}', "line 1 has no tokens"),
+        ('{"tokens": [1], "logits": [[1], [2]]}', "logits of 2 positions for 1 tokens"),
+        ('{"tokens": [1], "logits": [[NaN]]}', "or some that are not finite"),
+        ('{"tokens": [-1], "logits": [[1]]}', "tokens from -1 to -1, and the vocabulary"),
+    ],
+)
+def test_logits_that_cannot_be(tmp_path, check, text, told):
+    (tmp_path / "logits.jsonl").write_text(text)
+    ended = check(checkpoint("unscanned"), "--logits", tmp_path / "logits.jsonl")
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert told in ended.err
+
+
+def test_no_file_of_logits(tmp_path, check):
+    ended = check(checkpoint("unscanned"), "--logits", tmp_path / "none")
+    assert (ended.code, "cannot be read: " in ended.err) == (2, True)
