@@ -27,16 +27,16 @@ from nnx_pipeline.lab._files import write_text
 RESULTS = Path(__file__).parent / "results" / "train_loop.md"
 KNOWN = RESULTS.with_suffix(".json")
 Found = dict[str, Any]
-SMALL = ("--set", "train.sequence_length=128", "--set", "train.global_batch=8")
+SMALL = ("--set", "train.sequence_length=32", "--set", "train.global_batch=8")
 CASES = {
     "`tiny`, one device": ("--model", "tiny"),
     "`tiny`, `stage=4,fsdp=2`": ("--model", "tiny", "--mesh", "stage=4,fsdp=2"),
-    "`mixtral-small`, 8 × 128 tokens": ("--model", "mixtral-small", *SMALL),
+    "`mixtral-small`, 8 × 32 tokens": ("--model", "mixtral-small", *SMALL),
 }
 # Steps in a turn, and turns: many short ones, as the machine is not equally fast for long; longer
 # ones with saves, which end within a turn.
-TURNS = dict(zip(CASES, ((10, 60), (5, 60), (2, 6)), strict=True))
-TURNS_OF_SAVES = dict(zip(CASES, ((40, 10), (20, 10), (8, 3)), strict=True))
+TURNS = dict(zip(CASES, ((10, 60), (5, 60), (2, 20)), strict=True))
+TURNS_OF_SAVES = dict(zip(CASES, ((40, 10), (20, 10), (40, 3)), strict=True))
 # Growth is looked for in a model whose steps take little time.
 FAST = (
     *("--model", "tiny", "--set", "model.num_layers=2", "--set", "model.vocab_size=256"),

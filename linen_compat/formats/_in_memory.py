@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from jaxtyping import PyTree
 
 from linen_compat.formats import _streams as streams
 from linen_compat.formats._names import EARLY, check_names
+from linen_compat.formats._parallel import threads
 from linen_compat.formats._streams import PARAMETERS, ArraySpec, SourceOfParts
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
 from nnx_pipeline.config._stage_layers import AUTO, fits
@@ -133,17 +135,17 @@ class ModelSource:
         )
         for leaf in every if copied else ():
             leaf.copy_to_host_async()  # all begin before the first is waited for
-        turns = itertools.count()
 
-        def held(leaf: jax.Array) -> Held:
+        def held(turn: int, leaf: jax.Array) -> Held:
             if self.is_spread:
-                return Shards.of(leaf, turn=next(turns), copied=copied)
+                return Shards.of(leaf, turn=turn, copied=copied)
             return _copied(leaf) if copied else leaf
 
-        self._arrays: dict[str, dict[str, Held]] = {
-            part: {path: held(leaf) for path, leaf in paths.items()}
-            for part, paths in leaves.items()
-        }
+        with ThreadPoolExecutor(threads()) as pool:  # training waits for the copies
+            of_all = pool.map(held, itertools.count(), every)
+            self._arrays: dict[str, dict[str, Held]] = {
+                part: dict(zip(paths, of_all, strict=False)) for part, paths in leaves.items()
+            }
         self._gathered: dict[tuple[str, str], np.ndarray] = {}  # one at most
         self.arrays = as_in_one_layer(self._arrays[PARAMETERS])
         self.attention_scale = streams.scale_in_arrays(
