@@ -155,7 +155,10 @@ class Group:
         return {**json.loads((self.folder / "out0").read_text()), "told": told}
 
     def end(self) -> None:
-        for process in self.processes:
+        for number, process in enumerate(self.processes):
+            child = self.trains(number) if process.poll() is None else None
+            if child is not None:  # which may be stopped
+                os.kill(child, signal.SIGKILL)
             process.kill()
             process.wait()
 
