@@ -84,7 +84,11 @@ class Network:
     def _listen(self) -> None:
         while True:
             here, _ = self._listening.accept()
-            there = socket.create_connection(("127.0.0.1", self._to))
+            try:
+                there = socket.create_connection(("127.0.0.1", self._to))
+            except OSError:  # process 0 does not listen yet
+                here.close()
+                continue
             for one, other in ((here, there), (there, here)):
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
 

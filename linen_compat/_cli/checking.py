@@ -3,15 +3,10 @@
 from rich.console import Group, RenderableType
 
 from linen_compat._cli.running import byte_bar, command, text_of
-from linen_compat._cli.values import Checks
+from linen_compat._cli.values import BFLOAT16, WITHIN, Checks
 from linen_compat.checkpoints import _check as checking
 from linen_compat.checkpoints._check import diagnose, read_everything
-from linen_compat.checkpoints._logits import (
-    MOST_DIVERGENCE,
-    FromGiven,
-    compare_with_logits,
-    read_logits,
-)
+from linen_compat.checkpoints._logits import FromGiven, compare_with_logits, read_logits
 from linen_compat.checkpoints._named_config import read_config
 from linen_compat.formats._comparison import first_of
 from linen_compat.formats._merged import adapter_of
@@ -65,11 +60,13 @@ def run_check(checkpoint: str, config_name: str, checks: Checks, json_path: str 
         found = compare_with_logits(checkpoint, config, given, checks.adapter)
         result["logits"] = vars(found)
         show(_from_given(found), json_path=json_path)
-        if not found.divergence <= MOST_DIVERGENCE:  # unlike `>`, this is true of NaN
+        within = WITHIN if checks.within is None else checks.within
+        if not found.largest <= within:  # unlike `>`, this is true of NaN
             problems.append(
-                f"at position {found.position} of prompt {found.prompt} its logits are "
-                f"{found.divergence:.1e} nats from those in {checks.logits}, and "
-                f"{MOST_DIVERGENCE} are allowed"
+                f"at position {found.position} of prompt {found.prompt} its logits are off by "
+                f"{found.largest:.1e} of the largest in {checks.logits}, and --within "
+                f"{within:g} allows less; logits that were computed in bfloat16 need "
+                f"--within {BFLOAT16:g}"
             )
     result = {**result, "problems": problems, "fits": not problems}
     emit_json(json_path, result)
@@ -112,6 +109,6 @@ def _from_given(found: FromGiven) -> str:
     """One line on how far the loaded model is from given logits."""
     return (
         f"logits: {counted(found.prompts, 'prompt')}, {counted(found.positions, 'position')}, "
-        f"{found.compared:,} tokens of the vocabulary; off by {found.largest:.1e} at most, "
+        f"{found.compared:,} tokens of the vocabulary; off by {found.largest:.1e} of the largest, "
         f"by {found.divergence:.1e} nats of divergence at most"
     )

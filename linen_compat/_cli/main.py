@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import click
 
 from linen_compat._cli.overhead import overhead
-from linen_compat._cli.values import Checks
+from linen_compat._cli.values import WITHIN, Checks
 from nnx_pipeline.lab._cli.options import COUNT, bundled
 from nnx_pipeline.lab._cli.support import main_of
 from nnx_pipeline.lab.errors import InputError
@@ -75,6 +75,12 @@ adapter_option = click.option(
         help="Compare the model's logits with those in lines of JSON with `tokens` and `logits`, "
         "as MaxText's forward_pass_logit_checker reads and writes them.",
     ),
+    click.option(
+        "--within",
+        type=click.FloatRange(0.0),
+        metavar="PART",
+        help=f"With --logits, how far they may be off, as a part of the largest ({WITHIN:g}).",
+    ),
 )
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def check_checkpoint(
@@ -88,6 +94,8 @@ def check_checkpoint(
     """
     if checks.allow_nan and not checks.read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
+    if checks.within is not None and checks.logits is None:
+        raise InputError("--within has no effect without --logits; give FILE or leave it out")
     from linen_compat._cli.checking import run_check
 
     run_check(checkpoint, config_name, checks, json_path)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# How far given logits may be off, as parts of the largest: by default, and those of bfloat16.
+WITHIN, BFLOAT16 = 1e-3, 0.03
+
 
 @dataclass(frozen=True)
 class Checks:
@@ -12,3 +15,4 @@ class Checks:
     allow_nan: bool
     adapter: str | None
     logits: str | None
+    within: float | None

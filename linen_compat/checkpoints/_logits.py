@@ -16,7 +16,7 @@ from linen_compat.formats._in_memory import for_mesh
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import MOST_TEXT, read_text
 
-MOST_DIVERGENCE = 0.01  # nats at a position; what a reference in bfloat16 differs by is less
+_MOST_LOGIT, _PADDING = 1e6, 0.01  # of a vocabulary, by which a padded table may be larger
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Given:
 class FromGiven:
     """How far the logits of a model are from given ones.
 
-    - `largest`: the largest difference of two logits.
-    - `divergence`: the largest Kullback–Leibler divergence from the given distribution at a
-      position, in nats, which is at `position` of `prompt`, both counted from 0.
     - `compared`: how many logits of each position were compared, of tables that are padded the
       smaller number.
+    - `largest`: the largest difference, as a part of the largest logit. It is at `position` of
+      `prompt`, both counted from 0.
+    - `divergence`: the largest Kullback–Leibler divergence from the given distribution at a
+      position, in nats.
     """
 
     prompts: int
@@ -53,12 +54,24 @@ def read_logits(file: str, vocabulary: int) -> list[Given]:
     """
     given = [
         _given(one, f"{file}, line {number}", vocabulary)
-        for number, line in enumerate(read_text(file, MOST_TEXT).splitlines(), 1)
+        # Strings of JSON may hold other ends of lines.
+        for number, line in enumerate(read_text(file, MOST_TEXT).split("\n"), 1)
         if line.strip()
         for one in _objects(line, f"{file}, line {number}")
     ]
     if not given:
         raise InputError(f"{file} is empty; give lines of JSON with tokens and logits")
+    if all(len(one.logits) == 1 for one in given):
+        raise InputError(
+            f"{file} has the logits of first positions alone, which say nothing of attention; give "
+            "those of more positions"
+        )
+    widths = sorted({one.logits.shape[1] for one in given})
+    if len(widths) > 1 or abs(widths[0] - vocabulary) > _PADDING * vocabulary:
+        raise InputError(
+            f"{file} has logits for {' and '.join(map(str, widths))} tokens, and the model has "
+            f"model.vocab_size={vocabulary}; give the logits of this model"
+        )
     return given
 
 
@@ -71,28 +84,36 @@ def _objects(line: str, where: str) -> list[Any]:
 
 
 def _given(found: Any, where: str, vocabulary: int) -> Given:
-    named = isinstance(found, dict) and {"tokens", "logits"} <= found.keys()
-    try:
-        tokens = np.asarray(found["tokens"] if named else None)
-        logits = np.asarray(found["logits"] if named else None, np.float64)
-    except (ValueError, TypeError):  # rows of different lengths, or words
-        named = False
-    if not named or tokens.dtype.kind != "i" or (tokens.ndim, logits.ndim) != (1, 2):
+    tokens, logits = _arrays(found)
+    if (tokens.dtype.kind, tokens.ndim, logits.ndim) != ("i", 1, 2) or not logits.size:
         raise InputError(
             f"{where} has no tokens [seq] and logits [seq, vocab]; give both for each prompt, as "
             "MaxText's forward_pass_logit_checker does"
         )
-    if not 0 < len(logits) <= len(tokens) or not np.isfinite(logits).all():
+    if len(logits) > len(tokens) or not np.all(np.abs(logits) <= _MOST_LOGIT):
         raise InputError(
             f"{where} has logits of {len(logits)} positions for {len(tokens)} tokens, or some that "
-            "are not finite; give one finite row for each token, or for the first ones"
+            f"are not finite or above {_MOST_LOGIT:g}; give one row for each token, or for the "
+            "first ones"
         )
     if not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise InputError(
             f"{where} has tokens from {tokens.min()} to {tokens.max()}, and the vocabulary of the "
             f"model has {vocabulary}; give the logits of this model"
         )
-    return Given(tokens.astype(np.int32), logits)
+    return Given(tokens.astype(np.int32), logits.astype(np.float64))
+
+
+def _arrays(found: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logits; arrays without numbers where there are none."""
+    nothing = np.empty(0, str)
+    if not isinstance(found, dict):
+        return nothing, nothing
+    try:
+        tokens, logits = (np.asarray(found.get(name, "")) for name in ("tokens", "logits"))
+    except ValueError:  # rows of different lengths
+        return nothing, nothing
+    return tokens, logits if logits.dtype.kind in "if" else nothing
 
 
 def compare_with_logits(
@@ -107,20 +128,20 @@ def compare_with_logits(
         found = [
             np.asarray(apply(model, jnp.asarray(one.tokens[None])), np.float64)[0] for one in given
         ]
-    compared = min(found[0].shape[1], *(one.logits.shape[1] for one in given))
-    pairs = [
-        (ours[: len(one.logits), :compared], one.logits[:, :compared])
-        for ours, one in zip(found, given, strict=True)
-    ]
+    compared = min(found[0].shape[1], given[0].logits.shape[1])
+    ours = np.concatenate(
+        [all_ours[: len(one.logits), :compared] for all_ours, one in zip(found, given, strict=True)]
+    )
+    theirs = np.concatenate([one.logits[:, :compared] for one in given])
     places = [(number, at) for number, one in enumerate(given) for at in range(len(one.logits))]
-    divergences = np.concatenate([_divergence(*pair) for pair in pairs])
-    worst = int(np.argmax(divergences))  # which takes NaN for the largest
+    differences = np.max(np.abs(ours - theirs), axis=1)
+    worst = int(np.argmax(differences))  # which takes NaN for the largest
     return FromGiven(
         prompts=len(given),
         positions=len(places),
         compared=compared,
-        largest=max(float(np.max(np.abs(ours - theirs))) for ours, theirs in pairs),
-        divergence=float(divergences[worst]),
+        largest=float(differences[worst] / max(np.max(np.abs(theirs)), 1e-12)),
+        divergence=float(np.max(_divergence(ours, theirs))),
         prompt=places[worst][0],
         position=places[worst][1],
     )

@@ -1,6 +1,5 @@
 """The training loop, on generated data or on a text."""
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,14 +65,20 @@ def train(
         step = jit_train_step(state, mesh)
     done = int(state.step)
     source = source or Rule(seed, config.model.vocab_size)
-    feed = itertools.islice(batches(config, mesh, source, first=done), max(0, steps - done))
-    batch = next(feed, None)
-    while batch is not None:
+    feed = batches(config, mesh, source, first=done)
+    batch = next(feed) if done < steps else None
+    for number in range(done + 1, steps + 1):
         # The mesh is set for each step only: the caller's code runs between the steps.
         with jax.set_mesh(mesh):
             state, metrics = step(state, batch)
-        batch = next(feed, None)  # made while the step runs
+        failed = None
+        try:
+            batch = next(feed) if number < steps else None  # made while the step runs
+        except Exception as error:
+            failed = error
         yield Step(state, metrics)
+        if failed is not None:
+            raise failed
 
 
 def _check_eps(config: Config) -> None:

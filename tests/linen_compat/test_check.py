@@ -295,29 +295,51 @@ def test_given_logits(tmp_path, check, as_a_list):
     assert found["prompts"] == len(prompts) > 1
     assert found["positions"] == sum(len(prompt["tokens"]) for prompt in prompts)
     assert found["compared"] == len(prompts[0]["logits"][0])
-    assert 0 < found["largest"] < 1e-5
+    assert 0 < found["largest"] < 1e-6
     assert abs(found["divergence"]) < 1e-9
 
 
-def test_logits_of_another_model(tmp_path, check):
-    """The place of the largest divergence, which is Σ p log(p / q), of the compared tokens alone;
-    rows of later positions may be left out."""
+def test_changed_logits(tmp_path, check):
+    """The place of the largest difference, and Σ p log(p / q), of the compared tokens alone; rows
+    of later positions may be left out."""
     prompts, file = prompts_of_reference(), tmp_path / "logits.jsonl"
     vocabulary = len(prompts[0]["logits"][0])
-    changed = prompts[1]["logits"][2] = [0.0] * vocabulary
+    ours = np.float64(prompts[1]["logits"][2])
+    prompts[1]["logits"][2] = [0.0] * vocabulary
     for prompt in prompts:
-        prompt["logits"] = [[*row, 9.0] for row in prompt["logits"][:4]]  # a padded table
-    ours = np.float64(prompts_of_reference()[1]["logits"][2])
-    expected = -np.mean(ours - np.log(np.sum(np.exp(ours)))) - np.log(len(changed))
+        prompt["logits"] = prompt["logits"][:4]
+    largest = max(np.max(np.abs(prompt["logits"])) for prompt in prompts)
+    for prompt in prompts:
+        prompt["logits"] = [[*row, 9.0] for row in prompt["logits"]]  # a padded table
     file.write_text("\n".join(map(json.dumps, prompts)))
     ended = check(checkpoint("unscanned"), "--logits", file, "--json", "-")
     found = ended.json["logits"]
     assert (ended.code, found["prompt"], found["position"]) == (1, 1, 2)
+    expected = -np.mean(ours - np.log(np.sum(np.exp(ours)))) - np.log(vocabulary)
     assert found["divergence"] == pytest.approx(expected, rel=1e-4)
-    assert found["largest"] == pytest.approx(np.max(np.abs(ours)), abs=1e-4)
+    assert found["largest"] == pytest.approx(np.max(np.abs(ours)) / largest, rel=1e-4)
     assert found["compared"] == vocabulary
     assert found["positions"] == sum(len(prompt["logits"]) for prompt in prompts)
-    assert "at position 2 of prompt 1 its logits are" in ended.err
+    assert "at position 2 of prompt 1 its logits are off by" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts_per_tok", 3),
+        ("normalization_layer_epsilon", 1e-2),
+        ("rope_max_timescale", 10_000),
+    ],
+)
+def test_logits_of_another_model(tmp_path, check, key, value):
+    """Whose weights have the same names and shapes; what bfloat16 may be off is more."""
+    file, config = tmp_path / "logits.jsonl", tmp_path / "config.yml"
+    file.write_text("\n".join(map(json.dumps, prompts_of_reference())))
+    text = (DATA / "unscanned" / "config.yml").read_text()
+    config.write_text(yaml.safe_dump({**yaml.safe_load(text), key: value}))
+    ended = check(checkpoint("unscanned"), "--logits", file, config=config)
+    assert (ended.code, "and --within 0.001 allows less" in ended.err) == (1, True)
+    assert check(checkpoint("unscanned"), "--logits", file, "--within", 1, config=config).code == 0
 
 
 @pytest.mark.parametrize(
@@ -331,11 +353,18 @@ def test_logits_of_another_model(tmp_path, check):
         ('{"tokens": [1.5], "logits": [[1]]}', "line 1 has no tokens"),
         ('{"tokens": [1], "logits": [[1], [2]]}', "logits of 2 positions for 1 tokens"),
         ('{"tokens": [1], "logits": [[NaN]]}', "or some that are not finite"),
+        ('{"tokens": [1], "logits": [[1e308]]}', "or above 1e+06"),
+        ('{"tokens": [1], "logits": [["1"]]}', "line 1 has no tokens"),
+        ('{"tokens": [1], "logits": [[true]]}', "line 1 has no tokens"),
+        ('{"tokens": [1], "logits": [[]]}', "line 1 has no tokens"),
+        (f'{{"tokens": [1], "logits": [[{10**400}]]}}', "line 1 has no tokens"),
         ('{"tokens": [-1], "logits": [[1]]}', "tokens from -1 to -1, and the vocabulary"),
+        ('{"prompt": "\u2028", "tokens": [1], "logits": [[1]]}', "of first positions alone"),
+        ('{"tokens": [1, 1], "logits": [[1], [1]]}', "logits for 1 tokens, and the model has mod"),
     ],
 )
 def test_logits_that_cannot_be(tmp_path, check, text, told):
-    (tmp_path / "logits.jsonl").write_text(text)
+    (tmp_path / "logits.jsonl").write_text(text, encoding="utf-8")
     ended = check(checkpoint("unscanned"), "--logits", tmp_path / "logits.jsonl")
     assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
     assert told in ended.err
@@ -344,3 +373,8 @@ def test_logits_that_cannot_be(tmp_path, check, text, told):
 def test_no_file_of_logits(tmp_path, check):
     ended = check(checkpoint("unscanned"), "--logits", tmp_path / "none")
     assert (ended.code, "cannot be read: " in ended.err) == (2, True)
+
+
+def test_a_bound_without_logits(check):
+    ended = check(checkpoint("unscanned"), "--within", 1)
+    assert (ended.code, "--within has no effect without --logits" in ended.err) == (2, True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 
+from nnx_pipeline.lab._ending import cleared_away
 from nnx_pipeline.lab._files import local
 from nnx_pipeline.lab.errors import InputError, optional
 
@@ -33,8 +34,8 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
     """A function that adds the numbers of a step to a new event file, in a training after `first`;
     None without a folder.
 
-    It flushes every two seconds, and at the end. The queue and the thread of tensorboardX's
-    `SummaryWriter` would wait for ever after an error.
+    It flushes every two seconds, at the end, and where the command is interrupted. The queue and
+    the thread of tensorboardX's `SummaryWriter` would wait for ever after an error.
     """
     if folder is None:
         yield None
@@ -58,7 +59,7 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
         known = ((tag, value) for tag, value in values.items() if value is not None)
         write(step, summary={"value": [{"tag": tag, "simple_value": one} for tag, one in known]})
 
-    with contextlib.closing(writer):
+    with contextlib.closing(writer), cleared_away(writer.flush):
         # TensorBoard hides what older files have from here on: steps that are done again.
         write(first + 1, session_log={"status": "START"})
         yield add

@@ -142,6 +142,13 @@ def train_and_save(
         shown = bar("training", run.steps, "compiling", journal.first)
         advance = stack.enter_context(shown) if hosts.leads else _say_nothing
         told = _Told(ready, advance)
+
+        def is_due(number: int) -> bool:
+            return number == run.steps or (saver is not None and saver.is_due(number))
+
+        def waits(number: int) -> bool:
+            return is_due(number) or run.evaluates(number)
+
         for number, (state, metrics) in enumerate(steps, journal.first + 1):
             told.started(metrics)
             traced(number, metrics)
@@ -150,17 +157,17 @@ def train_and_save(
                 # Until here there was nothing to save, and the first step may compile for minutes.
                 stops = stack.enter_context(stopping())
             is_last = stops is not None and stops(number)
-            is_due = number == run.steps or (saver is not None and saver.is_due(number))
-            if not (is_due or is_last or run.evaluates(number)):
+            if is_last or any(map(waits, (number - 1, number, number + 1))):
+                told.ended()  # so that steps beside a pause are timed alone
+            if not (is_last or waits(number)):
                 continue
-            told.ended()
             advance("checking", 0)
             # Who sent SIGTERM does not wait for long.
             if is_last:
                 checks.sound(state)
             else:
                 journal.evaluated(checks.held_out_loss(state))
-            if saver is not None and (is_due or is_last):
+            if saver is not None and (is_last or is_due(number)):
                 advance("saving", 0)
                 saver.save(state)
             if is_last:
