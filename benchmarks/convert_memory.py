@@ -29,7 +29,7 @@ OUTSIDE = 4 * 2 * VOCAB * EMBED
 MEGABYTE, GIGABYTE = 1e6, 1e9
 FACTOR, SPARE, SHARE = 2.5, 300 * MEGABYTE, 0.25
 RESULTS = Path(__file__).parent / "results" / "convert_memory.md"
-COMMAND = [sys.executable, "-c", "from linen_compat._cli.console import main; main()", "convert"]
+COMMAND = [str(Path(sys.executable).with_name("linen-compat")), "convert"]
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",

@@ -307,11 +307,20 @@ def test_a_link_is_no_destination(tmp_path, bridge):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="is about glibc")
-@pytest.mark.parametrize("given", [None, "glibc.malloc.check=0"])
-def test_pages_of_2_mb(given):
-    """The command asks glibc for them, unless somebody has told glibc something else."""
-    code = f"import os; print(os.environ.get('GLIBC_TUNABLES'))\n{script('linen_compat')}"
-    environment = {**user_environment(), **({"GLIBC_TUNABLES": given} if given else {})}
-    command = [sys.executable, "-c", code, "convert", "--help"]
-    said = subprocess.check_output(command, env=environment, text=True)
-    assert f"{given or 'glibc.malloc.hugetlb=1'}\nUsage: linen-compat convert" in said
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("linen-compat", {}, "glibc.malloc.hugetlb=1"),
+        ("linen-compat", {"GLIBC_TUNABLES": "glibc.malloc.check=0"}, "glibc.malloc.check=0"),
+        ("mine.py", {}, "None"),
+    ],
+)
+def test_pages_of_2_mb(tmp_path, name, given, told):
+    """The installed command asks glibc for them, unless somebody has told glibc something else; a
+    program that calls it is not begun anew."""
+    program = tmp_path / name
+    ask = "import os; print(os.environ.get('GLIBC_TUNABLES'))"
+    program.write_text(f"{ask}\n{script('linen_compat')}")
+    command = [sys.executable, str(program), "convert", "--help"]
+    said = subprocess.check_output(command, env={**user_environment(), **given}, text=True)
+    assert f"{told}\nUsage: linen-compat convert" in said

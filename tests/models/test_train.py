@@ -273,3 +273,20 @@ def test_the_next_batch_is_made_while_a_step_runs() -> None:
     with optax_promotion():
         of_all = [made for _ in steps]
     assert [count / of_all[0] for count in of_all] == [1, 1.5, 1.5]
+
+
+@pytest.mark.parametrize(("error", "raised"), [(OSError, OSError), (StopIteration, RuntimeError)])
+def test_a_source_that_fails(error: type[Exception], raised: type[Exception]) -> None:
+    """The steps before its batch are yielded, and a training that stops early is no success."""
+
+    class Failing:
+        def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
+            if batch == 2:
+                raise error
+            return np.zeros((len(rows), length), int)
+
+    steps = train(small_config(), mesh_of(""), steps=6, source=Failing())
+    with optax_promotion():
+        assert len([next(steps) for _ in range(2)]) == 2
+        with pytest.raises(raised):
+            next(steps)
