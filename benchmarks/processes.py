@@ -11,6 +11,7 @@ All but the last keep what they find in processes.json. Nothing else may run bes
 process compiles for half a minute longer than another, Gloo gives up the wait for it.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -93,10 +94,11 @@ class Network:
                 threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
 
     def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
-        while data := one.recv(65536):
-            while not self.is_up:
-                time.sleep(1)
-            other.sendall(data)
+        with contextlib.suppress(OSError):  # either end has gone
+            while data := one.recv(65536):
+                while not self.is_up:
+                    time.sleep(1)
+                other.sendall(data)
         other.close()
 
 
