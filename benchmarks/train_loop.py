@@ -1,13 +1,14 @@
 """What the loop of `nnx-pipeline train` adds to its steps, and whether it grows.
 
-    python benchmarks/train_loop.py overhead   the loop beside bare steps
-    python benchmarks/train_loop.py saves      the same with steps saved in the background
+    python benchmarks/train_loop.py overhead [WORD]  the loop beside bare steps
+    python benchmarks/train_loop.py saves [WORD]     the same with steps saved in the background
     python benchmarks/train_loop.py growth     10,000 steps with saves, metrics and a text
     python benchmarks/train_loop.py            writes benchmarks/results/train_loop.md
 
 The first three keep what they find in train_loop.json. Bare steps are the same compiled step,
 called again and again with one batch, and awaited at their end alone. They and the command's take
-turns in one process, so that a machine which is slow for a while is slow for both.
+turns in one process, so that a machine which is slow for a while is slow for both. With a word the
+cases that have it in their name are measured, and the others kept.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ def in_turns(words: list[str], steps: int, turns: int, every: int | None = None)
     from nnx_pipeline.train._cli import training
     from nnx_pipeline.train.data import learnable_batches
 
-    bare, told, host = list[float](), list[float](), [0.0, 0.0]
+    bare, told, host, busy = list[float](), list[float](), [0.0, 0.0], [0.0, 0.0]
 
     def train(config: Any, mesh: Any, **given: Any) -> Iterator[loop.Step]:
         real = loop.train(config, mesh, **given)
@@ -79,21 +80,23 @@ def in_turns(words: list[str], steps: int, turns: int, every: int | None = None)
         first = steps // 2 if every else steps  # a save comes in the middle of the next turns
         yield from (next(real) for _ in range(first))
         for turn in range(-1, turns):
-            began, busy = time.monotonic(), time.thread_time()
+            before = _now()
             with jax.set_mesh(mesh):
                 for _ in range(steps):
                     state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
-            ended, idle = time.monotonic(), time.thread_time()
+            between = _now()
             for _ in range(steps):
                 result = next(real)
                 yield result
             jax.block_until_ready(result.metrics)
-            if turn >= 0:  # the first turn compiles
-                bare.append((ended - began) / steps)
-                told.append((time.monotonic() - ended) / steps)
-                host[0] += (idle - busy) / steps / turns
-                host[1] += (time.thread_time() - idle) / steps / turns
+            if turn < 0:  # it compiles
+                continue
+            for number, (a, b) in enumerate(((before, between), (between, _now()))):
+                each = [(y - x) / steps for x, y in zip(a, b, strict=True)]
+                (bare, told)[number].append(each[0])
+                host[number] += each[1] / turns
+                busy[number] += each[2] / turns
 
     training.train = train  # type: ignore[assignment]
     first = steps // 2 if every else steps
@@ -102,21 +105,29 @@ def in_turns(words: list[str], steps: int, turns: int, every: int | None = None)
     finally:
         training.train = loop.train
     shares = [b / a - 1 for a, b in zip(bare, told, strict=True)]
+    low, middle, high = statistics.quantiles(shares, n=4)
     return {
         "bare": statistics.median(bare),
-        "added": statistics.median(shares),
-        "least": min(shares),
-        "most": max(shares),
+        "added": middle,
+        "half": [low, high],
         "host": host,
+        "processors": busy[1] / busy[0] - 1,
         "turns": turns,
         "steps": steps,
     }
 
 
-def overhead(folder: Path) -> Found:
+def _now() -> tuple[float, float, float]:
+    """Seconds, and those of processors for this thread and for all."""
+    return time.monotonic(), time.thread_time(), time.process_time()
+
+
+def overhead(folder: Path, word: str = "") -> Found:
     """The loop with metrics in files, which do the most of it."""
-    found = {}
+    found = read().get("overhead", {})
     for number, (name, words) in enumerate(CASES.items()):
+        if word not in name:
+            continue
         metrics, board = str(folder / f"metrics{number}"), str(folder / f"board{number}")
         files = ["--metrics", metrics, "--tensorboard", board]
         found[name] = in_turns([*words, *files], *TURNS[name])
@@ -124,10 +135,12 @@ def overhead(folder: Path) -> Found:
     return found
 
 
-def saves(folder: Path) -> Found:
+def saves(folder: Path, word: str = "") -> Found:
     """The same with a save in each turn, in the background."""
-    found = {}
+    found = read().get("saves", {})
     for number, (name, words) in enumerate(CASES.items()):
+        if word not in name:
+            continue
         steps, turns = TURNS_OF_SAVES[name]
         run = folder / f"run{number}"
         kept = ["--checkpoint-dir", str(run), "--keep", "1", "--save-every", str(steps)]
@@ -183,14 +196,16 @@ ABOUT = """# What the loop of a training adds
 
 Made by `python benchmarks/train_loop.py` on virtual CPU devices, with JAX 0.10.2. Bare steps are
 the compiled step alone, called with one batch again and again. They and `nnx-pipeline train` take
-turns. *Added* is the median of all turns, with the least and the most. Here two cores make the
-batches, call the steps and compute them. On accelerators the host is free while a step runs: what
-the loop adds is hidden as long as its thread needs less processor time than a step.
+turns. *Added* is the median of all turns, with the middle half of them, and *processors* the same in
+processor time. *Thread* is the processor time of the loop's own thread for a step, with that of bare
+steps in brackets. Here two cores make the batches, call the steps and compute them. On accelerators
+the host is free while a step runs: what the loop adds is hidden while its thread needs less than a
+step takes.
 
 ## With metrics on the terminal, in JSON and for TensorBoard
 """
 COLUMNS = """
-| training | turns × steps | ms a bare step | added | least to most | ms of its thread | with all |
+| training | turns × steps | ms a bare step | added | middle half | processors | thread, ms |
 |---|--:|--:|--:|--:|--:|--:|
 """
 ABOUT_SAVES = """
@@ -213,9 +228,10 @@ def rows_of(found: Found) -> str:
     rows = ""
     for name, one in found.items():
         of = f"{one['turns']} × {one['steps']}"
-        range_of = f"{one['least']:.1%} to {one['most']:.1%}"
+        low, high = one["half"]
         bare, told = (f"{1e3 * seconds:,.1f}" for seconds in one["host"])
-        cells = [f"{one['bare'] * 1e3:,.1f}", f"{one['added']:.1%}", range_of, bare, told]
+        cells = [f"{one['bare'] * 1e3:,.1f}", f"{one['added']:.1%}", f"{low:.1%} to {high:.1%}"]
+        cells += [f"{one['processors']:.1%}", f"{told} ({bare})"]
         rows += f"| {' | '.join([name, of, *cells])} |\n"
     return rows
 
