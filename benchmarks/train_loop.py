@@ -196,11 +196,11 @@ ABOUT = """# What the loop of a training adds
 
 Made by `python benchmarks/train_loop.py` on virtual CPU devices, with JAX 0.10.2. Bare steps are
 the compiled step alone, called with one batch again and again. They and `nnx-pipeline train` take
-turns. *Added* is the median of all turns, with the middle half of them, and *processors* the same in
-processor time. *Thread* is the processor time of the loop's own thread for a step, with that of bare
-steps in brackets. Here two cores make the batches, call the steps and compute them. On accelerators
-the host is free while a step runs: what the loop adds is hidden while its thread needs less than a
-step takes.
+turns. *Added* is the median of all turns, with the middle half of them, and *processors* the same
+in processor time. *Thread* is the processor time of the loop's own thread for a step, with that of
+bare steps in brackets. Here two cores make the batches, call the steps and compute them. On
+accelerators the host is free while a step runs: what the loop adds is hidden while its thread needs
+less than a step takes.
 
 ## With metrics on the terminal, in JSON and for TensorBoard
 """
