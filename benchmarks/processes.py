@@ -12,6 +12,7 @@ process compiles for half a minute longer than another, Gloo gives up the wait f
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -260,11 +261,19 @@ class Killed:
 
     def __post_init__(self) -> None:
         self.draw = random.Random()
-        for _ in range(2):  # the first compiles
-            began = time.monotonic()
-            whole = trained(self.folder, self.count, self.mesh, *self.options, run=self.run(0))
-            self.lasts, self.losses = time.monotonic() - began, whole["losses"]
-            shutil.rmtree(self.run(0))
+        self.losses = self._whole()["losses"]
+
+    @functools.cached_property
+    def lasts(self) -> float:
+        """Seconds of a training whose programs are compiled."""
+        began = time.monotonic()
+        self._whole()
+        return time.monotonic() - began
+
+    def _whole(self) -> Found:
+        whole = trained(self.folder, self.count, self.mesh, *self.options, run=self.run(0))
+        shutil.rmtree(self.run(0))
+        return whole
 
     def run(self, number: int) -> Path:
         return self.folder / f"run{number}"
@@ -362,7 +371,8 @@ def restarts(folder: Path, most: str = "8") -> Found:
     found = {}
     for count, mesh in SIZES:
         (own := folder / str(count)).mkdir()
-        killed, each = Killed(own, count, mesh, 300, 5), int(most) // 2
+        each = int(most) // 2
+        killed = Killed(own, count, mesh, 30 * each, 5)
         run = killed.run(1)
         group = killed.start(run, "--restart", str(each), watched=True)
         seconds = []
