@@ -60,6 +60,12 @@ F1129 05:45:20.657111    6432 client.h:80] Terminating process because the JAX d
 detected fatal errors. absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. \
 Either the leader task was preempted
 """
+CUT_OFF = """\
+F1129 16:48:18.981911    8740 client.h:80] Terminating process because the JAX distributed service \
+detected fatal errors. absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+
+RPC: /xla.coordination.CoordinationService/Heartbeat
+"""
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,11 @@ Either the leader task was preempted
         (-signal.SIGKILL, "", "process 1 of 4 was ended by signal 9"),
         (-signal.SIGABRT, OTHER_LOST, "process 3 of 4 was lost, which sent no sign of life any"),
         (-signal.SIGABRT, FIRST_LOST, "process 0 of 4 was lost, which coordinates the others"),
+        (
+            -signal.SIGABRT,
+            CUT_OFF,
+            "process 0 of 4, which coordinates the others, could not be",
+        ),
         (-signal.SIGABRT, "of another kind", "JAX has ended process 1 of 4, and says above why"),
     ],
 )

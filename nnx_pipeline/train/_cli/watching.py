@@ -27,6 +27,7 @@ _UNTIL_KNOWN, _BREAK = 35, 5
 _OF_JAX = re.compile(rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_|preemption_|client\.h)")
 _SILENT = re.compile(r"stopped sending heartbeats\):\s*(?:\S*task:)?(\d+)")
 _NO_COORDINATOR = "Failed to send RPC to coordination service"
+_NO_ANSWER = re.compile(r"RPC: /\S*CoordinationService")
 
 
 def is_watched() -> bool:
@@ -136,6 +137,8 @@ def why(code: int, messages: str, hosts: Hosts) -> str | None:
         return f"process {silent[1]}{of} was lost, which sent no sign of life any more"
     if _NO_COORDINATOR in messages:
         return f"process 0{of} was lost, which coordinates the others"
+    if _NO_ANSWER.search(messages):
+        return f"process 0{of}, which coordinates the others, could not be reached any more"
     if messages:
         say(messages, keep="\n")
     return None if code >= 0 else f"JAX has ended {this}{of}, and says above why"
