@@ -456,7 +456,8 @@ def faults(folder: Path, *names: str) -> Found:
                 group.processes[2].terminate()
             codes = [group.processes[number].wait(LONGEST) for number in others]
             seconds = time.monotonic() - began
-            said = sorted({group.said(number).splitlines()[-1] for number in others})
+            lines = (group.said(number).splitlines()[-1:] for number in others)
+            said = sorted({line for last in lines for line in last})
             found[fault] = {"process": victim, "seconds": seconds, "codes": codes, "said": said}
             keep("faults", {name: found[name] for name in FAULTS if name in found})
             print(fault, found[fault], file=sys.stderr, flush=True)
