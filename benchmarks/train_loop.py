@@ -36,7 +36,7 @@ CASES = {
 }
 # Steps in a turn, and turns: many short ones, as the machine is not equally fast for long; longer
 # ones with saves, which end within a turn.
-TURNS = dict(zip(CASES, ((10, 60), (5, 60), (2, 20)), strict=True))
+TURNS = dict(zip(CASES, ((10, 60), (5, 60), (2, 12)), strict=True))
 TURNS_OF_SAVES = dict(zip(CASES, ((40, 10), (20, 10), (20, 3)), strict=True))
 # Growth is looked for in a model whose steps take little time.
 FAST = (
