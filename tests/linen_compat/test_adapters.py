@@ -33,6 +33,12 @@ def logits(model: Mixtral, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
 
 
+def assert_same_logits(found: np.ndarray, expected: np.ndarray) -> None:
+    """To the rounding of float32: processors add in other orders, and an AMD EPYC is 1.07e-5 off at
+    logits of up to 3.4."""
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def values_of(model: Mixtral) -> dict[str, np.ndarray]:
     return {path: np.asarray(array) for path, array in parameter_paths(model).items()}
 
@@ -42,7 +48,7 @@ def test_logits_are_those_of_peft(name: str) -> None:
     of, _ = ADAPTERS[name]
     reference = np.load(OF_PEFT / name / "reference.npz")
     found = logits(load(FOLDER / of, adapter=OF_PEFT / name), reference["tokens"])
-    np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=1e-5)
+    assert_same_logits(found, reference["logits"])
     without = np.load(FOLDER / of / "reference.npz")["logits"]
     assert np.abs(without - reference["logits"]).max() > 0.1
 
@@ -61,9 +67,7 @@ def test_merged_and_converted_before_or_after(format: str, tmp_path: Path) -> No
         load(tmp_path / "merged", config),
         load(tmp_path / "plain", config, adapter=ADAPTER),
     ):
-        np.testing.assert_allclose(
-            logits(model, reference["tokens"]), reference["logits"], rtol=0, atol=1e-5
-        )
+        assert_same_logits(logits(model, reference["tokens"]), reference["logits"])
 
 
 def test_each_device_reads_its_part(tmp_path: Path) -> None:
