@@ -243,6 +243,9 @@ def page() -> str:
         sizes = sorted({round(one["bytes"] / 1e6) for one in saved.values()})
         text += ABOUT_SAVES.format(bytes=" or ".join(f"{size:,}" for size in sizes))
         text += COLUMNS + rows_of(saved)
+        for name, one in saved.items():
+            seconds = one["added"] * one["bare"] * one["steps"]
+            text += f"\nA save adds {seconds:.2f} s to {name}.\n"
     if grown := found.get("growth"):
         held = grown["held"]
         steps = 10 * (held[1]["step"] - held[0]["step"])
