@@ -16,7 +16,8 @@ from linen_compat.formats._in_memory import for_mesh
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab._files import MOST_TEXT, read_text
 
-_MOST_LOGIT, _PADDING = 1e6, 0.01  # of a vocabulary, by which a padded table may be larger
+_MOST_LOGIT = 1e6
+_PADDING = 0.01  # the part of a vocabulary by which padded tables may differ
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
     # Files of one second have the same name otherwise, and are read in the order of their names.
     writer = writers.EventsWriter(str(path / "events"), f".{time.time_ns()}")
 
-    flushed = -_SECONDS
+    flushed = float("-inf")
 
     def write(step: int, **what: object) -> None:
         nonlocal flushed
