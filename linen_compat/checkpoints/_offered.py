@@ -16,6 +16,7 @@ from linen_compat.checkpoints.saving import begin_orbax, layout_for
 from linen_compat.checkpoints.train_state import load_train_state, source_of
 from linen_compat.formats import _intact as checksums
 from linen_compat.formats import _run_files as runs
+from linen_compat.formats._in_memory import Copies
 from linen_compat.formats._names import ORBAX, check_names, check_one_kind
 from linen_compat.formats._orbax.inspect import find_items
 from linen_compat.formats._orbax.layouts import NNX
@@ -77,12 +78,16 @@ def begin(folder: str | Path, config: Config, origin: Origin) -> None:
 
 
 def save_step(
-    state: TrainState, folder: str | Path, config: Config, origin: Origin, *, later: bool
+    state: TrainState,
+    folder: str | Path,
+    config: Config,
+    origin: Origin,
+    copies: Copies | None = None,
 ) -> Callable[[], None]:
     """Begins to save a training state, in the format `nnx`, as a new step of a run.
 
-    What is returned does it. With `later` the state may change before it does. All processes must
-    call it, and end it by `agree`.
+    What is returned does it. With `copies` the state may change before it does, and they may be
+    given again once it has. All processes must call it, and end it by `agree`.
     """
     run = place(folder)
 
@@ -96,7 +101,7 @@ def save_step(
         return ""
 
     from_first(check)
-    source, layout = source_of(state, NNX, copied=later), layout_for(state.model, NNX, None, None)
+    source, layout = source_of(state, NNX, copies=copies), layout_for(state.model, NNX, None, None)
     # As MaxText's. The step gets its name only when it is complete.
     return begin_orbax(source, layout, [run / str(int(state.step)), "items"])
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from linen_compat.checkpoints.loading import open_source
 from linen_compat.checkpoints.saving import layout_for, write_orbax
 from linen_compat.formats import _arguments as arguments
-from linen_compat.formats._in_memory import ModelSource, fill, for_mesh, mesh_in_use
+from linen_compat.formats._in_memory import Copies, ModelSource, fill, for_mesh, mesh_in_use
 from linen_compat.formats._intact import Unchanged
 from linen_compat.formats._orbax.inspect import Inspection, inspect
 from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX
@@ -110,8 +110,8 @@ def save_train_state(
     )
 
 
-def source_of(state: TrainState, format: str, *, copied: bool = False) -> ModelSource:
-    """What is stored of a training state; `copied` is as for `ModelSource`.
+def source_of(state: TrainState, format: str, *, copies: Copies | None = None) -> ModelSource:
+    """What is stored of a training state; `copies` is as for `ModelSource`.
 
     Raises InputError for what a format has no place for.
     """
@@ -125,7 +125,7 @@ def source_of(state: TrainState, format: str, *, copied: bool = False) -> ModelS
             "alone by linen_compat.save(state.model, …)"
         )
     scalars = {"step": np.asarray(state.step), **{n: v for n, v in numbers.items() if v.size}}
-    return ModelSource(state.model, trees, scalars, copied=copied)
+    return ModelSource(state.model, trees, scalars, copies=copies)
 
 
 def _check_state(contents: Inspection) -> None:

@@ -81,26 +81,32 @@ class Shards:
     pieces: tuple[tuple[tuple[slice, ...], np.ndarray], ...]
 
     @classmethod
-    def of(cls, array: jax.Array, *, turn: int, copied: bool) -> "Shards":
+    def of(cls, array: jax.Array, *, turn: int, copies: "Copies | None") -> "Shards":
         """Of the devices that hold copies of one shard another one writes at each `turn`."""
         places = array.sharding.devices_indices_map(array.shape).values()
-        copies = len(places) // len({str(place) for place in places})
+        replicas = len(places) // len({str(place) for place in places})
         shards = array.addressable_shards
-        own = [shard for shard in shards if shard.replica_id == turn % copies]
-        pieces = tuple((shard.index, _as_numpy(shard.data, copied=copied)) for shard in own)
+        own = [shard for shard in shards if shard.replica_id == turn % replicas]
+        pieces = tuple(
+            (shard.index, _as_numpy(shard.data, (turn, number), copies))
+            for number, shard in enumerate(own)
+        )
         shape = array.sharding.shard_shape(array.shape)
         return cls(array.shape, np.dtype(array.dtype), shape, pieces)
 
 
-def _as_numpy(array: jax.Array, *, copied: bool) -> np.ndarray:
-    return np.array(array) if copied else np.asarray(array)
-
-
 Held = jax.Array | np.ndarray | Shards
+# Of a state on the host, by the numbers of an array and of a shard. They take the next state of the
+# same training: to get gigabytes of memory anew takes longer than to copy them.
+Copies = dict[tuple[int, int], np.ndarray]
 
 
-def _copied(array: jax.Array) -> np.ndarray:
-    whole = np.empty(array.shape, array.dtype)
+def _as_numpy(array: jax.Array, key: tuple[int, int], copies: Copies | None) -> np.ndarray:
+    return np.asarray(array) if copies is None else _copied(array, key, copies)
+
+
+def _copied(array: jax.Array, key: tuple[int, int], copies: Copies) -> np.ndarray:
+    whole = copies.setdefault(key, np.empty(array.shape, array.dtype))
     for shard in array.addressable_shards:  # as a whole JAX would keep another copy of it
         if shard.replica_id == 0:
             whole[shard.index] = shard.data
@@ -110,7 +116,7 @@ def _copied(array: jax.Array) -> np.ndarray:
 class ModelSource:
     """A model in memory as a `LayerSource`: for each part a tree in the model's structure.
 
-    - `copied`: whether its arrays are copied now, as those that a step of training will change.
+    - `copies`: where its arrays are copied now, as those that a step of training will change.
 
     Of a model that is spread over several processes it is a `SpreadSource`.
     """
@@ -121,7 +127,7 @@ class ModelSource:
         trees: Mapping[str, Mixtral],
         scalars: Mapping[str, np.ndarray],
         *,
-        copied: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         check_names(model.config.model)
         self.num_layers = model.config.model.num_layers
@@ -133,13 +139,13 @@ class ModelSource:
         self.is_spread = any(
             isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in every
         )
-        for leaf in every if copied else ():
+        for leaf in () if copies is None else every:
             leaf.copy_to_host_async()  # all begin before the first is waited for
 
         def held(turn: int, leaf: jax.Array) -> Held:
             if self.is_spread:
-                return Shards.of(leaf, turn=turn, copied=copied)
-            return _copied(leaf) if copied else leaf
+                return Shards.of(leaf, turn=turn, copies=copies)
+            return leaf if copies is None else _copied(leaf, (turn, 0), copies)
 
         with ThreadPoolExecutor(threads()) as pool:  # training waits for the copies
             of_all = pool.map(held, itertools.count(), every)

@@ -361,7 +361,7 @@ def test_the_later_training_has_the_run(store: Store, monkeypatch) -> None:
         with offered.claimed(run):  # as another process does
             stores._claims[run] = ours
             with pytest.raises(Mismatch, match="was taken by another process"):
-                offered.save_step(None, run, small_config(), None, later=False)
+                offered.save_step(None, run, small_config(), None)
     assert store.names("run") == []
 
 

@@ -56,7 +56,7 @@ def shards_in(process: int, count: int, array: jax.Array) -> Shards:
         for shard in array.addressable_shards
         if shard.replica_id == 0 and shard.device in own
     ]
-    whole = Shards.of(array, turn=0, copied=False)
+    whole = Shards.of(array, turn=0, copies=None)
     return Shards(whole.shape, whole.dtype, whole.shard, tuple(pieces))
 
 

@@ -57,7 +57,7 @@ def saved_in_background(state):
     about = (f"{{folder}}/run", config, Origin(0, None))
     with offered.claimed(about[0]):
         offered.begin(*about)
-        write = offered.save_step(state, *about, later=True)
+        write = offered.save_step(state, *about, copies={{}})
         for array in jax.tree.leaves(state):
             array.delete()  # as the next step of a training does
         offered.agree(write)

@@ -6,14 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from helpers import Run, assert_close
 from maxtext_data import read
 
+from linen_compat.checkpoints.train_state import source_of
+from linen_compat.formats._orbax.layouts import NNX
 from linen_compat.formats._orbax.new_arrays import NewArrays
-from nnx_pipeline import InputError, preset
+from nnx_pipeline import InputError, MeshConfig, make_mesh, preset
 from nnx_pipeline.lab._cli.support import Failed
+from nnx_pipeline.train import make_state
 from nnx_pipeline.train._cli.saving import Folder, Saver, way_on
 from nnx_pipeline.train._saved import Origin
 
@@ -38,6 +42,18 @@ def test_steps_are_those_of_saves_in_the_foreground(run: Run, tmp_path: Path) ->
         assert_close(found, want, 0.0)
 
 
+def test_the_next_state_is_copied_to_the_same_memory() -> None:
+    """Gigabytes are not asked for anew at each save."""
+    mesh, copies = make_mesh(MeshConfig(fsdp=2)), dict[tuple[int, int], np.ndarray]()
+    with jax.set_mesh(mesh):
+        states = [make_state(preset("tiny"), mesh, seed=seed) for seed in (0, 1)]
+    source_of(states[0], NNX, copies=copies)
+    held = [*copies.values()]
+    source = source_of(states[1], NNX, copies=copies)
+    assert all(one is other for one, other in zip(copies.values(), held, strict=True))
+    assert_close(source.read("head", None), states[1].model.head[...], 0.0)
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_training(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,7 +74,7 @@ class Offered(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(go=threading.Event(), fault=None, kept=[])
 
-    def save_step(self, *about: object, later: bool) -> Callable[[], None]:
+    def save_step(self, *about: object) -> Callable[[], None]:
         return self.write
 
     def write(self) -> None:

@@ -108,7 +108,7 @@ def save(folder: Path, config: Config, *states: TrainState) -> None:
     with offered.claimed(folder):
         offered.begin(folder, config, Origin(0, None))
         for state in states:
-            offered.save_step(state, folder, config, Origin(0, None), later=False)()
+            offered.save_step(state, folder, config, Origin(0, None))()
 
 
 def test_a_run_is_loaded_with_its_own_config(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path
     other = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, adam_b1=0.5))
     for config, origin in ((CONFIG, Origin(1, None)), (other, Origin(0, None))):
         with pytest.raises(InputError, match=f"{folder} holds another training now: its config"):
-            offered.save_step(state, folder, config, origin, later=False)()
+            offered.save_step(state, folder, config, origin)()
     assert steps_in(folder) == [0, 3]
 
 
@@ -364,7 +364,7 @@ def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Pa
                 if there:
                     shutil.copytree(tmp_path / "old", folder)
                 with pytest.raises(InputError, match=words):
-                    offered.save_step(state, folder, CONFIG, Origin(0, None), later=False)()
+                    offered.save_step(state, folder, CONFIG, Origin(0, None))()
         before = {path.name for path in (tmp_path / "old").iterdir()}
         assert {path.name for path in folder.iterdir()} == before
         shutil.rmtree(folder)
@@ -654,7 +654,8 @@ def test_the_page_shows_what_the_commands_print(run: Run, tmp_path: Path) -> Non
         assert re.sub(number, "N", ended.out) == re.sub(number, "N", printed) + "\n"
         found, want = (list(map(float, re.findall(number, one))) for one in (ended.out, printed))
         assert found == pytest.approx(want, abs=0.02)
-    named = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    table = text.partition("| in `run` |")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
     files = {word for cell in named for word in re.findall(r"`([^`]+)`", cell)} - {"run"}
     assert files == {path.name for path in (tmp_path / "run").iterdir()}
 

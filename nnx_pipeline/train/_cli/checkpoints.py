@@ -17,11 +17,14 @@ from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.mesh import MeshConfig
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.sharding import Mesh
 
     from nnx_pipeline.modules.decoder import Mixtral
     from nnx_pipeline.train._saved import Origin, SavedRun
     from nnx_pipeline.train.step import TrainState
+
+    Copies = dict[tuple[int, int], np.ndarray]  # by the numbers of an array and of a shard
 
 GROUP = "nnx_pipeline.checkpoints"
 
@@ -59,11 +62,17 @@ class Checkpoints(Protocol):
         """Raises InputError unless the states of a model of this config can be saved."""
 
     def save_step(
-        self, state: TrainState, folder: str | Path, config: Config, origin: Origin, *, later: bool
+        self,
+        state: TrainState,
+        folder: str | Path,
+        config: Config,
+        origin: Origin,
+        copies: Copies | None = None,
     ) -> Callable[[], None]:
         """Begins to save a state as a new step of a run; what is returned does it, in any thread.
 
-        No step is ever there unfinished. With `later` the state may change before it is saved.
+        No step is ever there unfinished. With `copies` the state may change before it is saved:
+        they take its arrays, and may be given again when it is.
         """
 
     def agree(self, write: Callable[[], None]) -> None:

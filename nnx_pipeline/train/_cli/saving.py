@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from nnx_pipeline.config.config import Config
@@ -21,6 +21,7 @@ from nnx_pipeline.train._saved import RATE, Origin, SavedRun
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from nnx_pipeline.train._cli.checkpoints import Copies
     from nnx_pipeline.train._text import Data
     from nnx_pipeline.train.step import TrainState
 
@@ -193,6 +194,7 @@ class Saver:
     saved: SavedRun | None
     newest: int | None
     writer: Executor
+    _copies: Copies = field(default_factory=dict)  # of the state that is saved in the background
     _begun: tuple[int, Callable[[], None]] | None = None  # a step, and what ends its save
 
     @property
@@ -235,7 +237,8 @@ class Saver:
         try:
             if self.saved is not None and self.newest == self.saved.step:
                 self.offered.begin(self.run, self.config, self.origin)
-            write = self.offered.save_step(state, self.run, self.config, self.origin, later=later)
+            copies = self._copies if later else None
+            write = self.offered.save_step(state, self.run, self.config, self.origin, copies)
         except InputError as error:
             raise Failed(str(error)) from error
         self._begun = int(state.step), self.writer.submit(write).result if later else write
