@@ -5,6 +5,7 @@
     python benchmarks/processes.py kills [N]  2 and 4 processes, of which one is killed
     python benchmarks/processes.py restarts [N]  the same with --restart, by JAX's own detection
     python benchmarks/processes.py faults     what the others say of a lost process, and when
+    python benchmarks/processes.py stores     2 processes that save in object stores, and are killed
     python benchmarks/processes.py            writes benchmarks/results/processes.md
 
 All but the last keep what they find in processes.json. Nothing else may run beside them: where one
@@ -29,7 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._files import place, write_text
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from object_stores import BUCKET, SERVERS, environment
 
 RESULTS = Path(__file__).parent / "results" / "processes.md"
 KNOWN = RESULTS.with_suffix(".json")
@@ -466,6 +470,45 @@ def faults(folder: Path, *names: str) -> Found:
     return found
 
 
+def stores(folder: Path) -> Found:
+    """Two processes that save in a bucket, on a server of this machine, of which each is killed
+    once: their losses beside those of a training that saves on a disk."""
+    (count, mesh), found = SIZES[0], {}
+    options = ("--steps", str(STEPS), "--save-every", str(EVERY))
+    losses = trained(folder, count, mesh, *options, run=folder / "run")["losses"]
+    for kind, server in SERVERS.items():
+        name, run = folder / kind, f"{kind}://{BUCKET}/run"
+        with server() as running:
+            running.reset()
+            os.environ |= environment(kind, running.url)
+            for victim in (*range(count), None):
+                words = ["--checkpoint-dir", run, "--metrics", str(name.with_suffix(".jsonl"))]
+                words += ["--resume"] if victim != 0 else []
+                _train_in_store(Group(folder, count, mesh, [*options, *words]), name, victim)
+            told = {line["step"]: line["loss"] for line in map(json.loads, _told(name))}
+            saved = sorted(int(path.name) for path in place(run).iterdir() if path.name.isdecimal())
+        assert [*told.values()] == losses, (told, losses)
+        found[kind] = {"processes": count, "kills": count, "saved": saved}
+        print(kind, found[kind], file=sys.stderr, flush=True)
+    return found
+
+
+def _train_in_store(group: Group, name: Path, victim: int | None) -> None:
+    """Trains to the end, or kills a process once a step was saved."""
+    lines = _lines(name)
+    try:
+        if victim is None:
+            group.wait()
+            return
+        while _lines(name) <= lines + EVERY:
+            assert group.processes[0].poll() is None, group.said(0)
+            time.sleep(0.005)
+        group.processes[victim].kill()
+        time.sleep(0.5)
+    finally:
+        group.end()
+
+
 def _newest(run: Path) -> int:
     if not run.is_dir():
         return 0
@@ -525,6 +568,11 @@ are those of a training that nobody killed, to the bit, is checked at the end of
 | processes | kills | trainings | steps lost at most | in the background | left an unfinished step |
 |--:|--:|--:|--:|--:|--:|
 """
+ABOUT_STORES = """
+{count} processes that save in a bucket of `{kind}://`, on a server of this machine, and of which
+each is killed once, have the losses of a training that saves on a disk, to the bit. The bucket has
+the steps {saved}.
+"""
 ABOUT_RESTARTS = """
 With `--restart` JAX finds out which process was lost, and all begin again by themselves. Losses are
 the same to the bit. Seconds are those until all have said which one it was.
@@ -564,6 +612,9 @@ def page() -> str:
         for count, one in again.items():
             least, most = min(one["seconds"]), max(one["seconds"])
             text += f"| {count} | {one['kills']} | {least:.0f} to {most:.0f} |\n"
+    for kind, one in found.get("stores", {}).items():
+        saved = ", ".join(map(str, one["saved"]))
+        text += ABOUT_STORES.format(count=one["processes"], kind=kind, saved=saved)
     if lost := found.get("faults"):
         text += ABOUT_FAULTS
         for fault, one in lost.items():
@@ -575,7 +626,7 @@ def page() -> str:
 
 def main() -> None:
     name, *rest = sys.argv[1:] or ["page"]
-    parts = {part.__name__: part for part in (share, resume, kills, restarts, faults)}
+    parts = {part.__name__: part for part in (share, resume, kills, restarts, faults, stores)}
     if name in parts:
         os.environ["JAX_PLATFORMS"] = "cpu"
         with tempfile.TemporaryDirectory() as folder:
