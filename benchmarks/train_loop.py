@@ -33,11 +33,12 @@ CASES = {
     "`tiny`, one device": ("--model", "tiny"),
     "`tiny`, `stage=4,fsdp=2`": ("--model", "tiny", "--mesh", "stage=4,fsdp=2"),
     "`mixtral-small`, 8 × 32 tokens": ("--model", "mixtral-small", *SMALL),
+    "`mixtral-small`, its own batch": ("--model", "mixtral-small"),
 }
 # Steps in a turn, and turns: many short ones, as the machine is not equally fast for long; longer
 # ones with saves, which end within a turn.
-TURNS = dict(zip(CASES, ((10, 20), (5, 20), (2, 8)), strict=True))
-TURNS_OF_SAVES = dict(zip(CASES, ((40, 4), (20, 4), (16, 2)), strict=True))
+TURNS = dict(zip(CASES, ((10, 20), (5, 20), (2, 8), (1, 3)), strict=True))
+TURNS_OF_SAVES = dict(zip(CASES, ((40, 10), (20, 10), (16, 2), (2, 2)), strict=True))
 # Growth is looked for in a model whose steps take little time.
 FAST = (
     *("--model", "tiny", "--set", "model.num_layers=2", "--set", "model.vocab_size=256"),
