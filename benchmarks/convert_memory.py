@@ -10,7 +10,9 @@ the largest size on disk, given back at the end. Exit 1 when a rule about memory
 """
 
 import argparse
+import functools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -217,8 +219,12 @@ def make_checkpoint(folder: str, layout: str, layers: int) -> None:
 
     tile = np.random.default_rng(0).standard_normal(16 * 2**20, np.float32)
 
+    @functools.cache
+    def flat(size: int) -> np.ndarray:  # arrays of one size share their memory
+        return np.resize(tile, size)
+
     def array(*shape: int) -> np.ndarray:
-        return np.resize(tile, shape)
+        return flat(math.prod(shape)).reshape(shape)
 
     heads = (HEADS, HEAD_DIM)
     shapes = {
@@ -247,7 +253,8 @@ def make_checkpoint(folder: str, layout: str, layers: int) -> None:
                 node = node.setdefault(parent, {})
             node[last] = array(*stacked)
     step = np.zeros((), np.int32)
-    ocp.PyTreeCheckpointer().save(folder, {"params": {"params": tree}, "step": step})
+    handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=2)
+    ocp.Checkpointer(handler).save(folder, {"params": {"params": tree}, "step": step})
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(tree)]
     print(max(sizes), sum(sizes))
 
