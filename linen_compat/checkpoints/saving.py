@@ -121,11 +121,11 @@ def begin_orbax(
     room = Room(nbytes_of(source), by_tensorstore=True)
 
     def opened(stack: contextlib.ExitStack) -> Path:
-        *above, last = folders
-        folder = Path()
-        for name in above:
-            folder = stack.enter_context(new_folder(folder / name))
-        return stack.enter_context(new_folder(folder / last if above else last, room))
+        first, *below = folders
+        folder = stack.enter_context(new_folder(first, None if below else room))
+        for name in below:
+            folder = stack.enter_context(new_folder(folder / name, room))
+        return folder
 
     def write() -> None:
         with contextlib.ExitStack() as stack:

@@ -192,7 +192,7 @@ def test_functions_save_and_load(store: Store) -> None:
     np.testing.assert_array_equal(model.head[...], state.model.head[...])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 def test_a_training_goes_on_and_is_read(store: Store, run, tmp_path: Path) -> None:
     """With the same losses as in a folder of this machine."""
     words = ("train", "--model", "tiny", "--set", "model.num_layers=2", "--save-every", "1")
