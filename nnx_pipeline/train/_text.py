@@ -79,7 +79,7 @@ def read_data(
         end = _checked_end(_end_of_tokens(paths[0], tokenizer, end_token), vocab_size)
         parts = parts_of_tokens(paths, config)
     else:
-        reads = _tokenizer(tokenizer or "bytes", vocab_size)
+        reads = _tokenizer("bytes" if tokenizer is None else tokenizer, vocab_size)
         end = _checked_end(_end_of_texts(reads, end_token), vocab_size)
         parts, of_bytes = _parts_of_texts(paths, config, reads, end), isinstance(reads, Bytes)
     size = config.train.global_batch

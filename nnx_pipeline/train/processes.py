@@ -1,20 +1,23 @@
 """Training in several processes; none waits for a process that has ended."""
 
 import contextlib
+import hashlib
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._files import say
-from nnx_pipeline.lab.errors import described
+from nnx_pipeline.lab.errors import InputError, described
 
+ARRIVAL = 300  # seconds until all processes must have come
 SILENCE = 25  # seconds without a sign of life, after which JAX takes a process for lost
 _PATIENCE = 5  # seconds more, in which JAX says which one that is
 # With such a name JAX begins what it says of a computation that failed, which is a ValueError where
@@ -49,7 +52,11 @@ def several_processes(
     rank 0 is lost, by SIGABRT. Its messages name the rank. A computation that failed waits for
     them, unless memory was short.
     """
-    jax.distributed.initialize(coordinator, processes, rank, heartbeat_timeout_seconds=SILENCE)
+    jax.distributed.initialize(
+        *(coordinator, processes, rank),
+        initialization_timeout=ARRIVAL,
+        heartbeat_timeout_seconds=SILENCE,
+    )
     try:
         yield
         jax.distributed.shutdown()
@@ -72,11 +79,29 @@ def stopping() -> Iterator[Callable[[int], bool]]:
     Of several processes all stop after the same step, whichever of them it came to. Each of them
     must ask after each step. While they are joined SIGTERM ends none by itself.
     """
-    if jax.process_count() > 1:
+    if jax.distributed.is_initialized():  # JAX has taken the signal, of a single process too
         yield multihost_utils.reached_preemption_sync_point
         return
     with ending.stopping_at_sigterm() as stops:
         yield lambda number: stops()
+
+
+def check_same(values: Mapping[str, object]) -> None:
+    """Raises InputError in all processes unless each of them has the same values.
+
+    - `values`: by the names that a user knows, in the same order everywhere.
+    """
+    digests = [hashlib.sha256(repr(value).encode()).digest() for value in values.values()]
+    own = np.array([[*digest] for digest in digests], np.uint8)
+    of_each = np.reshape(multihost_utils.process_allgather(own), (-1, *own.shape))
+    for number, found in enumerate(of_each):
+        differ = (found != of_each[0]).any(axis=1)
+        if differ.any():
+            names = ", ".join(name for name, other in zip(values, differ, strict=True) if other)
+            raise InputError(
+                f"process {number} has another value than process 0 of {names}; give all processes "
+                "the same command, and the same files"
+            )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -221,6 +221,7 @@ def test_event_files_without_the_extra(
         ("closed/logs", "closed/logs cannot be written; choose a writable folder"),
         ("", "--tensorboard '' cannot be written; choose a writable folder"),
         ("gs://bucket/logs", "gs://bucket/logs is an address, and only files and folders of this"),
+        ("/proc/x", "--tensorboard /proc/x cannot be written: No such file or directory; choose"),
         ("n" * 999, "is a longer name than the file system allows; give a shorter one"),
     ],
 )
@@ -244,6 +245,8 @@ def test_folders_of_event_files_that_cannot_be(
         (("--eval-every", 2), "--eval-every is about texts, and sequences are generated; give a"),
         (("--metrics", "no/such/file"), "--metrics no/such/file cannot be written; choose a file"),
         (("--profile", "1..2:trace"), "--profile 1..2:trace: steps 1 to 1 are trained now; give"),
+        (("--profile", "1..1:/proc/x"), "--profile 1..1:/proc/x cannot be written: No such file"),
+        (("--profile", "1..1:/dev/null/x"), "/dev/null/x cannot be written; choose a writable fo"),
         (("--profile", "2"), "--profile '2' is not of the form FIRST..LAST:DIR; write"),
         (("--keep", 2), "--keep needs a folder; give it with --checkpoint-dir DIR"),
         (("--keep-every", 2), "--keep-every 2 is about steps that --keep would remove"),

@@ -8,14 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from documents import BLOCKS
 from helpers import Run, script, user_environment
 
+from nnx_pipeline import InputError
 from nnx_pipeline.train._cli.hosts import Hosts
 from nnx_pipeline.train._cli.train import train_command
 from nnx_pipeline.train._cli.watching import why
@@ -67,6 +70,8 @@ detected fatal errors. absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
 RPC: /xla.coordination.CoordinationService/Heartbeat
 """
 
+NOT_ALL = CUT_OFF.replace("Heartbeat", "RegisterTask")
+
 
 @pytest.mark.parametrize(
     ("code", "messages", "told"),
@@ -81,6 +86,7 @@ RPC: /xla.coordination.CoordinationService/Heartbeat
             CUT_OFF,
             "process 0 of 4, which coordinates the others, could not be",
         ),
+        (-signal.SIGABRT, NOT_ALL, "process 1 of 4 waited for minutes at the coordinator, which"),
         (-signal.SIGABRT, "of another kind", "JAX has ended process 1 of 4, and says above why"),
     ],
 )
@@ -90,6 +96,14 @@ def test_why_a_process_has_ended(
     found = why(code, messages, HOSTS)
     assert found == told or (told is not None and (found or "").startswith(told))
     assert capsys.readouterr().err == ("of another kind\n" if "another kind" in messages else "")
+
+
+def test_each_process_has_as_much_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.process_count", lambda: 3)
+    devices = [SimpleNamespace(process_index=number // 2) for number in range(6)]
+    HOSTS._check_shares(SimpleNamespace(devices=np.array(devices)))
+    with pytest.raises(InputError, match="has 2 of the devices of process 0 and 0 of process 2, a"):
+        HOSTS._check_shares(SimpleNamespace(devices=np.array(devices[:4])))
 
 
 def commands_for_hosts() -> Iterator[str]:
@@ -125,18 +139,19 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def trained(
-    folder: Path, *options: str, slurm: bool = False
+    folder: Path, *options: str, slurm: bool = False, count: int = 2, of_last: Sequence[str] = ()
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The command in two processes, each of which writes to files beside the folder."""
+    """The command in several processes, each of which writes to files beside the folder."""
     port, processes = free_port(), []
     with contextlib.ExitStack() as stack:
-        for number in range(2):
+        for number in range(count):
             words = ("train", *SMALL, "--mesh", "stage=2,fsdp=2", *options)
-            words += ("--checkpoint-dir", str(folder), "--num-processes", "2", "--json", "-")
+            words += ("--checkpoint-dir", str(folder), "--num-processes", str(count), "--json", "-")
+            words += (*of_last,) if number == count - 1 else ()
             environment = user_environment()
             if slurm:
                 names = ("STEP_NODELIST", "JOB_ID", "NTASKS", "PROCID", "LOCALID")
-                values = ("localhost", str(port), "2", str(number), str(number))
+                values = ("localhost", str(port), str(count), str(number), str(number))
                 environment |= {f"SLURM_{n}": v for n, v in zip(names, values, strict=True)}
                 words += ("--distributed",)
             else:
@@ -184,17 +199,29 @@ def test_a_training_begins_again_after_a_kill(run: Run, tmp_path: Path) -> None:
     assert found["losses"] == pytest.approx(alone[found["resumed_after"] :], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_both_stop_at_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_all_stop_at_sigterm(count: int, tmp_path: Path) -> None:
     """After the same step, whichever process it comes to, with exit code 0; on SLURM."""
-    with trained(tmp_path / "run", "--steps", "1000000", slurm=True) as processes:
+    with trained(tmp_path / "run", "--steps", "1000000", slurm=True, count=count) as processes:
         until = time.monotonic() + 300
         while "training: 1 of" not in (tmp_path / "run.err0").read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
-        processes[1].terminate()
+        processes[-1].terminate()
         codes = [process.wait(300) for process in processes]
     said = (tmp_path / "run.err0").read_text()
-    assert codes == [0, 0], said
+    assert codes == [0] * count, said
     (step,) = [path.name for path in (tmp_path / "run").iterdir() if path.name.isdecimal()]
     assert f"SIGTERM came, and step {step} is saved" in said
+
+
+def test_processes_that_train_something_else(tmp_path: Path) -> None:
+    """They are refused before any work; each on its own would not see it."""
+    other = ("--seed", "5", "--set", "train.learning_rate=0.1")
+    with trained(tmp_path / "run", "--steps", "1", of_last=other) as processes:
+        codes = [process.wait(300) for process in processes]
+    said = [(tmp_path / f"run.err{number}").read_text() for number in range(2)]
+    assert codes == [2, 2], said
+    rule = "process 1 has another value than process 0 of train.learning_rate, --seed; give all"
+    assert all(rule in one for one in said), said
+    assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 from nnx_pipeline.lab._ending import cleared_away
@@ -19,14 +20,30 @@ def check_board(folder: str | None) -> None:
     if folder is None:
         return
     _writers(folder)
+    check_folder(f"--tensorboard {folder or repr(folder)}", folder)
+
+
+def check_folder(asked: str, folder: str) -> None:
+    """Raises InputError, which begins with `asked`, unless files can be written in a folder."""
     path = local(folder).absolute()
     # Called only for the OSError of a name that is too long or of links in a circle.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.stat(path)
     there = next(one for one in (path, *path.parents) if os.path.lexists(one))
     if not folder or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        shown = folder or repr(folder)
-        raise InputError(f"--tensorboard {shown} cannot be written; choose a writable folder")
+        raise InputError(f"{asked} cannot be written; choose a writable folder")
+
+
+def make_folder(asked: str, folder: str) -> Path:
+    """Makes a folder that was checked; raises InputError as `check_folder`, as in /proc."""
+    path = local(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{asked} cannot be written: {error.strerror}; choose a writable folder"
+        ) from error
+    return path
 
 
 @contextlib.contextmanager
@@ -41,8 +58,7 @@ def board(folder: str | None, first: int) -> Iterator[Board | None]:
         yield None
         return
     writers = _writers(folder)
-    path = local(folder).absolute()
-    path.mkdir(parents=True, exist_ok=True)
+    path = make_folder(f"--tensorboard {folder}", folder)
     # Files of one second have the same name otherwise, and are read in the order of their names.
     writer = writers.EventsWriter(str(path / "events"), f".{time.time_ns()}")
 

@@ -91,12 +91,29 @@ class Hosts(Place):
         from nnx_pipeline.lab.mesh import divided_over
 
         mesh = super().grid(devices, sharding)
+        if self.joins:
+            self._check_shares(mesh)
         if self.joins and (found := divided_over(mesh)):
             axes = ", ".join(f"{name} in {count} parts" for name, count in found.items())
             inner = [name for name in found if name not in ("data", "stage")]
             cure = f"; data and stage send less than {inner[0]}, see --dcn" if inner else ""
             note(f"the network between processes divides {axes}{cure}")
         return mesh
+
+    def _check_shares(self, mesh: Mesh) -> None:
+        """Raises InputError unless each process has the same number of devices in the mesh."""
+        import jax
+
+        counts = [0] * jax.process_count()
+        for device in mesh.devices.flat:
+            counts[device.process_index] += 1
+        if len(set(counts)) > 1:
+            most, least = counts.index(max(counts)), counts.index(min(counts))
+            raise InputError(
+                f"the mesh has {counts[most]} of the devices of process {most} and {counts[least]} "
+                f"of process {least}, and needs equally many of each; choose a mesh of all "
+                f"{jax.device_count()} devices, or start fewer processes"
+            )
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:

@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterator
 from jaxtyping import PyTree
 
 from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.train._cli.board import check_folder, make_folder
 
 _FORM = re.compile(r"(\d{1,18})\.\.(\d{1,18}):(.+)", re.ASCII | re.DOTALL)
+
+
+def check_profile(asked: str | None, steps: int) -> None:
+    """Raises InputError, before any work is done, for what is no trace of some steps."""
+    if asked is not None:
+        _, _, folder = _parsed(asked, 0, steps)
+        check_folder(f"--profile {asked}", folder)
 
 
 @contextlib.contextmanager
@@ -24,12 +32,8 @@ def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int
         return
     import jax
 
-    first, last, folder = _parsed(asked)
-    if not done < first <= last <= steps:
-        trained = f"steps {done + 1} to {steps}" if done < steps else counted(0, "step")
-        raise InputError(
-            f"--profile {asked}: {trained} are trained now; give FIRST..LAST:DIR with some of them"
-        )
+    first, last, folder = _parsed(asked, done, steps)
+    make_folder(f"--profile {asked}", folder)
     running = False
 
     def begun(number: int, computed: PyTree) -> None:
@@ -51,10 +55,16 @@ def profiled(asked: str | None, done: int, steps: int) -> Iterator[Callable[[int
             jax.profiler.stop_trace()
 
 
-def _parsed(asked: str) -> tuple[int, int, str]:
+def _parsed(asked: str, done: int, steps: int) -> tuple[int, int, str]:
     match = _FORM.fullmatch(asked)
     if match is None:
         raise InputError(
             f"--profile {asked!r} is not of the form FIRST..LAST:DIR; write such as 10..12:trace"
         )
-    return int(match[1]), int(match[2]), match[3]
+    first, last = int(match[1]), int(match[2])
+    if not done < first <= last <= steps:
+        trained = f"steps {done + 1} to {steps}" if done < steps else counted(0, "step")
+        raise InputError(
+            f"--profile {asked}: {trained} are trained now; give FIRST..LAST:DIR with some of them"
+        )
+    return first, last, match[3]

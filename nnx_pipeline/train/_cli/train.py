@@ -184,11 +184,12 @@ def train_command(
     with hosts.joined():
         from nnx_pipeline.config.config import to_dict
         from nnx_pipeline.lab._report.output import check_outputs
-        from nnx_pipeline.train._cli import board, training
+        from nnx_pipeline.train._cli import board, profiling, training
 
         if hosts.leads:
             check_outputs(json=json_path, metrics=run.metrics)
             board.check_board(run.tensorboard)
+        profiling.check_profile(run.profile, run.steps)
         trained = training.train_and_save(config, chosen, hosts, run, texts, folder)
         if hosts.leads:
             mesh = hosts.mesh_config

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nnx_pipeline.config._overrides import parse_overrides
-from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.parameter_count import count_parameters
 from nnx_pipeline.lab._cli.progress import bar
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
@@ -31,7 +31,7 @@ from nnx_pipeline.train._saved import MOST_WEIGHT, Origin
 from nnx_pipeline.train._text import Data
 from nnx_pipeline.train._useful import peak_of, useful_flops
 from nnx_pipeline.train.loop import Step, is_finite, largest_weight, train
-from nnx_pipeline.train.processes import stopping
+from nnx_pipeline.train.processes import check_same, stopping
 from nnx_pipeline.train.step import Metrics, TrainState, bytes_of_parameter
 
 
@@ -201,6 +201,8 @@ def _ready(
     _warn_of_no_rate(config, run.steps)
     data = texts.read(config, run)
     origin = Origin(run.seed, data.digest if data else None)
+    if hosts.joins:
+        _check_same(config, origin, hosts, run, folder)
     fields = parse_overrides(chosen.assignments)
     with folder.opened(config, origin, hosts.mesh_config.stage, fields) as saver, compiler_errors():
         if saver is not None:
@@ -219,6 +221,20 @@ def _ready(
             source = data.training if data else None
             steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
             yield _Ready(steps, checks, journal)
+
+
+def _check_same(config: Config, origin: Origin, hosts: Hosts, run: Run, folder: Folder) -> None:
+    """Raises InputError unless all processes train and save the same."""
+    fields = {
+        f"{section}.{name}": value
+        for section, values in to_dict(config).items()
+        for name, value in values.items()
+    }
+    options = {"--seed": run.seed, "--data": origin.text, "--mesh": hosts.mesh_config}
+    options |= {"--steps": run.steps, "--eval-every": run.eval_every}
+    options |= {"--checkpoint-dir": folder.name, "--save-every": folder.every}
+    options |= {"--save-in-background": folder.in_background, "--resume": folder.resume}
+    check_same({**fields, **options, "--keep": folder.keep, "--keep-every": folder.keep_every})
 
 
 def _routing(router: RouterMetrics | None, config: Config) -> dict[str, object] | None:

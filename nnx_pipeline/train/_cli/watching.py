@@ -27,6 +27,7 @@ _UNTIL_KNOWN, _BREAK = 35, 5
 _OF_JAX = re.compile(rb"[EF]\d{4} [\d:.]+ +\d+ (coordination_|preemption_|client\.h)")
 _SILENT = re.compile(r"stopped sending heartbeats\):\s*(?:\S*task:)?(\d+)")
 _NO_COORDINATOR = "Failed to send RPC to coordination service"
+_NOT_ALL = re.compile(r"RPC: /\S*CoordinationService/RegisterTask")
 _NO_ANSWER = re.compile(r"RPC: /\S*CoordinationService")
 
 
@@ -137,6 +138,11 @@ def why(code: int, messages: str, hosts: Hosts) -> str | None:
         return f"process {silent[1]}{of} was lost, which sent no sign of life any more"
     if _NO_COORDINATOR in messages:
         return f"process 0{of} was lost, which coordinates the others"
+    if _NOT_ALL.search(messages):
+        return (
+            f"{this}{of} waited for minutes at {hosts.coordinator or 'the coordinator'}, which did "
+            "not answer, or to which not all processes came"
+        )
     if _NO_ANSWER.search(messages):
         return f"process 0{of}, which coordinates the others, could not be reached any more"
     if messages:
