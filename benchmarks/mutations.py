@@ -857,6 +857,18 @@ MUTATIONS = (
         "test_resume",
     ),
     Mutation(
+        "nnx_pipeline/train/processes.py",
+        "if differ.any():",
+        "if differ.all():",
+        "test_train_processes",
+    ),
+    Mutation(
+        "nnx_pipeline/train/processes.py",
+        "if jax.distributed.is_initialized():  # JAX",
+        "if jax.process_count() > 1:  # JAX",
+        "test_train_processes",
+    ),
+    Mutation(
         "nnx_pipeline/train/_cli/saving.py",
         "step % every == 0",
         "step % every == 1",

@@ -199,7 +199,8 @@ def test_a_training_begins_again_after_a_kill(run: Run, tmp_path: Path) -> None:
     assert found["losses"] == pytest.approx(alone[found["resumed_after"] :], rel=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("count", [1, 2])
 def test_all_stop_at_sigterm(count: int, tmp_path: Path) -> None:
     """After the same step, whichever process it comes to, with exit code 0; on SLURM."""
     with trained(tmp_path / "run", "--steps", "1000000", slurm=True, count=count) as processes:
