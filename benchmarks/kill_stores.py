@@ -36,10 +36,10 @@ METHOD = multiprocessing.get_context("forkserver")
 METHOD.set_forkserver_preload(["linen_compat._cli.running", "linen_compat.checkpoints.saving"])
 
 
-def write(task: str, source: Path, target: str) -> None:
+def write(task: str, source: Path, target: str, environment: dict[str, str]) -> None:
     """Runs one of the tasks in this process: `convert` to a format, or `save` in one."""
     command, _, kind = task.partition(" ")
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {**environment, "JAX_PLATFORMS": "cpu"}
     with open(os.devnull, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -108,7 +108,9 @@ def run(task: str, source: Path, folder: Path, after: float | None) -> float:
 
     Raises RuntimeError where the task fails.
     """
-    process = METHOD.Process(target=write, args=(task, source, str(folder)))
+    # The server of forks has the environment of its own start.
+    given = (task, source, str(folder), {**os.environ})
+    process = METHOD.Process(target=write, args=given)
     process.start()
     began = first_object(folder, process)
     process.join(LONGEST if after is None else after)

@@ -235,8 +235,13 @@ def test_commands_run(command, cache, tmp_path):
     if COMMANDS[command]:
         lines = [line for line in COMMANDS[command].splitlines() if line != "…"]
         if lines[0].split("jax ")[0] in done.out:  # the same compiler
-            found = {line.rstrip() for line in done.out.splitlines()}
-            assert [line for line in lines[1:] if line not in found] == []
+            found = {_without_numbers_of_lines(line) for line in done.out.splitlines()}
+            assert [one for one in lines[1:] if _without_numbers_of_lines(one) not in found] == []
+
+
+def _without_numbers_of_lines(shown: str) -> str:
+    """A line of a table, in which numbers of lines of code change with each edit of a file."""
+    return " ".join(re.sub(r"(?<=\.py:)\d+|(?<=[‹→] )\d+", "N", shown).split())
 
 
 @pytest.mark.slow

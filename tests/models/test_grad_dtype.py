@@ -285,9 +285,9 @@ def test_a_step_clips_and_reports_by_that_norm(
     def adamw(*args: Any, **kwargs: Any) -> Any:
         real = made(*args, **kwargs)
 
-        def update(updates: Any, *rest: Any) -> Any:
+        def update(updates: Any, *rest: Any, **more: Any) -> Any:
             got.append(updates)
-            return real.update(updates, *rest)
+            return real.update(updates, *rest, **more)
 
         return real._replace(update=update)
 
