@@ -104,7 +104,9 @@ def write_modules(folder):
     shutil.copytree(ROOT / "examples", folder / "examples")
     for block in BLOCKS:
         if block.file:
-            (folder / block.file).write_text(block.text)
+            file = folder / block.file
+            assert not file.exists() or file.read_text() == block.text, f"{file.name} is two files"
+            file.write_text(block.text)
     text = (ROOT / "tests" / "data" / "explain" / "tpu_v4_scores.txt").read_text("utf-8")
     (folder / "error.log").write_text(text)
 
