@@ -15,6 +15,7 @@ process compiles for half a minute longer than another, Gloo gives up the wait f
 import contextlib
 import functools
 import json
+import logging
 import os
 import random
 import shutil
@@ -473,6 +474,7 @@ def faults(folder: Path, *names: str) -> Found:
 def stores(folder: Path) -> Found:
     """Two processes that save in a bucket, on a server of this machine, of which each is killed
     once: their losses beside those of a training that saves on a disk."""
+    logging.disable(logging.WARNING)  # servers tell of each request
     (count, mesh), found = SIZES[0], {}
     options = ("--steps", str(STEPS), "--save-every", str(EVERY))
     losses = trained(folder, count, mesh, *options, run=folder / "run")["losses"]
