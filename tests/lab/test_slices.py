@@ -161,5 +161,6 @@ def test_a_program_over_two_networks(platform: str, mesh: str, compiler: str) ->
     assert found["dcn"] == {"fsdp": 2}
     assert found["time"]["collective_seconds"] > 0
     assert found["time"]["step_seconds"] is not None
-    assert found["time"]["is_partial"]
+    # Of a network between slices of TPUs the rate alone counts; for GPUs XLA's model has the rest.
+    assert found["time"]["is_partial"] == platform.startswith("tpu")
     assert sum(kind["executed"] for kind in found["collectives"].values()) >= 2
