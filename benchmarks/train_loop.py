@@ -212,8 +212,8 @@ COLUMNS = """
 ABOUT_SAVES = """
 ## With a save in each turn
 
-A saved step has {bytes} MB. The two cores that compute write it too. This machine is another one,
-and takes less time for a step.
+A saved step has {bytes} MB. The two cores that compute write it too. This table was made on a
+faster machine than the one above.
 """
 ABOUT_GROWTH = """
 ## {steps:,} steps
