@@ -13,7 +13,7 @@ from nnx_pipeline.lab.errors import is_divisor
 from nnx_pipeline.lab.mesh import ambient_platform
 from nnx_pipeline.ops._mlp import gated
 from nnx_pipeline.ops._router import combine_weights
-from nnx_pipeline.sharding._cast import cast_at_use
+from nnx_pipeline.sharding._cast import cast_at_use, slices_in_stored_order
 from nnx_pipeline.sharding.layout import (
     Layout,
     P,
@@ -162,10 +162,16 @@ class ExpertProducts:
         # and not in float32. The axis over which kernels are gathered comes first, so that what is
         # sent may lie in one piece: 2 % less compute for `mixtral-small` on 8 TPU v5p without a
         # pipeline.
-        gate, up, down = (cast_at_use(kernel, dtype) for kernel in kernels)
-        local = gate.shape[0] // self.layout.size("expert")
+        local = kernels.gate.shape[0] // self.layout.size("expert")
         rule = f"model.expert_group={self.group} does not divide the {local} experts of a device"
         is_divisor(self.group, local, rule=rule)
+        # With 8 layers per stage of `mixtral-small` in a loop, on 8 TPU v5p (libtpu 0.0.42.1), in
+        # stored order: heap 404 MB in the place of 481 by 1F1B and 425 of 493 by circular stages,
+        # for no more compute. Not where a scan slices groups: of Mixtral 8x7B on 64 it takes 28 %
+        # off the heap, but its products then read the worse order, for 11 % more compute.
+        if self.group == local:
+            kernels = ExpertKernels(*map(slices_in_stored_order, kernels))
+        gate, up, down = (cast_at_use(kernel, dtype) for kernel in kernels)
         return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:

@@ -1,24 +1,36 @@
-"""Casts of weights that a compiler must not move in front of a loop."""
+"""Casts and orders of weights that a compiler must not move in front of a loop."""
 
 import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+from jax.sharding import AxisType
 from jaxtyping import Array
 
-_SLICES: contextvars.ContextVar[bool] = contextvars.ContextVar("slices", default=False)
+from nnx_pipeline.lab.mesh import ambient_platform
+from nnx_pipeline.sharding.layout import is_explicit
+
+LARGE = 2**28  # bytes of a whole weight, of which a device has few copies
+_Slices = Literal["no", "each tick", "once"]
+_SLICES: contextvars.ContextVar[_Slices] = contextvars.ContextVar("slices", default="no")
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
-def reading_slices() -> Iterator[None]:
-    """Within it weights are slices of larger arrays that a loop reads one by one."""
-    token = _SLICES.set(True)
+def reading_slices(*, once: bool = False) -> Iterator[None]:
+    """Within it weights are slices of larger arrays that a loop reads one by one.
+
+    - `once`: each is read once in each pass over the whole batch, and not at each tick.
+    """
+    token = _SLICES.set("once" if once else "each tick")
     try:
         yield
     finally:
@@ -44,6 +56,61 @@ def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
     does not move an array that is rounded first; in float16 that would flush what is subnormal.
     With one repeat, without slices, it would keep the weights in float32 beside that copy.
     """
-    if _SLICES.get() and (kernel.dtype, jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16):
+    if _SLICES.get() != "no" and (kernel.dtype, jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16):
         kernel = jax.lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=7)
     return kernel.astype(dtype)
+
+
+def slices_in_stored_order(kernel: Array, *, of_ticks: bool = True) -> Array:
+    """The kernel; inside `reading_slices` a TPU reads each slice in the order of its axes.
+
+    A compiler orders axes in memory as a product likes them best. If the product reads slices in a
+    loop, it copies the whole array into that order before the loop, in float32. Where a slice has
+    to stay in the order in which it is stored, the compiler orders what it reads of it.
+
+    - `of_ticks`: also where it is read at each tick, and then ordered as often.
+    """
+    read = _SLICES.get() == "once" or (of_ticks and _SLICES.get() == "each tick")
+    return in_stored_order(kernel) if read else kernel
+
+
+@jax.custom_jvp
+def in_stored_order(x: Array) -> Array:
+    """The array, which a TPU has in the order of its axes here, the last one closest together.
+
+    In auto mode it may have any order.
+    """
+    # There no type says how the array is sharded, and the partitioner would gather it.
+    is_auto = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+    return x if is_auto or ambient_platform() != "tpu" else _on_each_device(x)
+
+
+@in_stored_order.defjvp
+def _in_stored_order_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return in_stored_order(*primals), tangents[0]
+
+
+@custom_vmap
+def _on_each_device(x: Array) -> Array:
+    if not is_explicit():
+        return _constrained(x)
+    spec = jax.typeof(x).sharding.spec
+    whole: Callable[[Array], Array] = jax.shard_map(
+        _constrained,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    return whole(x)
+
+
+@_on_each_device.def_vmap
+def _mapped(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    # A map of a `shard_map` would gather the mapped axis; here the type names its mesh axes.
+    del size, batched
+    return _on_each_device(x), True
+
+
+def _constrained(x: Array) -> Array:
+    ordered: Array = with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+    return ordered

@@ -19,7 +19,7 @@ from expert_mixtures import (
     summed,
     with_gradients,
 )
-from helpers import assert_close, float_rows, mesh_of, missing
+from helpers import assert_close, equations, float_rows, mesh_of, missing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +28,7 @@ from nnx_pipeline.config._remat import FULL
 from nnx_pipeline.lab import compile as lab_compile
 from nnx_pipeline.ops._experts import ExpertKernels
 from nnx_pipeline.ops._grouped import by_triton
+from nnx_pipeline.ops._grouped import experts as grouped_experts
 from nnx_pipeline.ops._grouped.experts import GroupedExperts
 from nnx_pipeline.ops._grouped.order import Some, from_rows, sort_by_expert, to_rows, visits
 from nnx_pipeline.ops._grouped.products import ON_PLATFORM, GroupedProducts, Tiles
@@ -153,6 +154,28 @@ def test_a_mixture_and_its_derivatives_against_a_sum_over_experts(
         )
         assert_close(found, wanted, 1e-5)
         assert found[1][2].gate.sharding.is_equivalent_to(kernels.gate.sharding, 3)
+
+
+def test_one_of_two_large_kernels_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the group is given: then both are held from the forward pass on."""
+    monkeypatch.setattr(grouped_experts, "LARGE", 0)
+    x, weights = float_rows(8, 5, EMBED), float_rows(8, 5, 2, seed=1)
+    experts = jnp.fromfunction(CHOSEN["all"], (40, 2), dtype="int32").reshape(8, 5, 2)
+    wanted = with_gradients(functools.partial(summed, chosen=experts), x, weights, kernels_of())
+    with jax.set_mesh(mesh_of("fsdp=4,expert=2", "explicit")):
+        tokens = Layout().spec("batch", None, None)
+        args = put(x, tokens), put(weights, tokens), kernels_on_mesh()
+        chosen = put(experts, tokens)
+        for group, waits in ((None, 1), (EXPERTS // 2, 0)):
+            mix = functools.partial(grouped, chosen=chosen, group=group)
+            step = jax.jit(functools.partial(with_gradients, mix))
+            assert_close(step(*args), wanted, 1e-5)
+            barriers = [
+                each
+                for each in equations(step.trace(*args).jaxpr)
+                if each.primitive.name == "optimization_barrier"
+            ]
+            assert len(barriers) == waits
 
 
 @pytest.mark.slow

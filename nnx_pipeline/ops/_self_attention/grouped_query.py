@@ -11,7 +11,7 @@ from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops._fast_attention.kernels import Kernel
 from nnx_pipeline.ops._low_precision import Product, full_product
-from nnx_pipeline.sharding._cast import cast_at_use
+from nnx_pipeline.sharding._cast import cast_at_use, slices_in_stored_order
 from nnx_pipeline.sharding.layout import Layout, gather_weight
 
 
@@ -89,7 +89,7 @@ def self_attention(
     grouped = layout.spec("batch", None, "kv_heads", None, None)
     mixed = kernel(query, key, value, segment_ids, grouped=grouped)
     out_kernel = gather_weight(
-        cast_at_use(kernels.out, x.dtype),
+        cast_at_use(slices_in_stored_order(kernels.out, of_ticks=False), x.dtype),
         layout.spec("heads", None, "embed"),
         layout.spec("heads", None, None),
     )
@@ -100,7 +100,9 @@ def self_attention(
 
 def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array:
     """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]` by the kernel of this name."""
-    kernel: Array = getattr(kernels, name)
+    # Llama2-7B with 16 layers per stage takes 2 % more compute on a TPU v5p (libtpu 0.0.42.1) for
+    # 8 % less heap if the kernels are ordered at each tick too.
+    kernel = slices_in_stored_order(getattr(kernels, name), of_ticks=False)
     heads = "heads" if name == "query" else "kv_heads"
     gathered = gather_weight(
         cast_at_use(kernel, x.dtype),

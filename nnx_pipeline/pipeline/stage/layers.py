@@ -131,7 +131,8 @@ class LayerSequence:
                 results.append(result)
             return x, _stacked(results)
 
-        with reading_slices() if in_scan else contextlib.nullcontext():
+        reading = functools.partial(reading_slices, once=not self.in_ticks)
+        with reading() if in_scan else contextlib.nullcontext():
             if len(calls) == 1:
                 return jax.lax.scan(functools.partial(self._each_kind, calls[0]), x, layers)
             by_group = jax.tree.map(
