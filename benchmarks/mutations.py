@@ -755,6 +755,18 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
+        "nnx_pipeline/ops/_grouped/experts.py",
+        "again = self.group is None and gathered >= LARGE",
+        "again = gathered >= LARGE",
+        "test_grouped_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/_experts.py",
+        "ExpertKernels(*map(slices_in_stored_order, kernels))",
+        "ExpertKernels(*kernels)",
+        "test_stored_order",
+    ),
+    Mutation(
         "nnx_pipeline/ops/_capacity.py",
         "sort_by_expert(experts.T,",
         "sort_by_expert(experts.reshape(experts.T.shape),",

@@ -68,7 +68,7 @@ class LayerSequence:
         """Whether the layers are separate arrays and unrolled, instead of stacked and scanned."""
         # A tick unrolls a few layers; one alone is read from its stack. A scan slices the weights
         # of each out of the stack, and reads and writes its accumulators there. For `mixtral-small`
-        # with 8 layers per stage on a TPU v5p (libtpu 0.0.42.1), scanned and apart: heap 493 and
+        # with 8 layers per stage on a TPU v5p (libtpu 0.0.42.1), scanned and apart: heap 425 and
         # 572 MB, 88.5 and 76.3 ms of compute, 85 and 151 s to compile on a shared core. Any number
         # is unrolled if each is of a kind of its own, and if some of what the layers compute is
         # offloaded, because no compiler sends a value from a loop inside another loop to the host.
@@ -131,8 +131,7 @@ class LayerSequence:
                 results.append(result)
             return x, _stacked(results)
 
-        reading = functools.partial(reading_slices, once=not self.in_ticks)
-        with reading() if in_scan else contextlib.nullcontext():
+        with reading_slices(once=not self.in_ticks) if in_scan else contextlib.nullcontext():
             if len(calls) == 1:
                 return jax.lax.scan(functools.partial(self._each_kind, calls[0]), x, layers)
             by_group = jax.tree.map(
