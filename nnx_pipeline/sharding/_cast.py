@@ -61,17 +61,16 @@ def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
     return kernel.astype(dtype)
 
 
-def slices_in_stored_order(kernel: Array, *, of_ticks: bool = True) -> Array:
+def slices_in_stored_order(kernel: Array, *, read: Literal["each tick", "once"]) -> Array:
     """The kernel; inside `reading_slices` a TPU reads each slice in the order of its axes.
 
     A compiler orders axes in memory as a product likes them best. If the product reads slices in a
     loop, it copies the whole array into that order before the loop, in float32. Where a slice has
     to stay in the order in which it is stored, the compiler orders what it reads of it.
 
-    - `of_ticks`: also where it is read at each tick, and then ordered as often.
+    - `read`: how often slices have to be read for that; each time they are ordered anew.
     """
-    read = _SLICES.get() == "once" or (of_ticks and _SLICES.get() == "each tick")
-    return in_stored_order(kernel) if read else kernel
+    return in_stored_order(kernel) if _SLICES.get() == read else kernel
 
 
 @jax.custom_jvp

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.jax_alone
 STAGES, LAYERS, WIDTH = 2, 3, 8
 
 
-def layers(x: Any, kernels: Any, *, of_ticks: bool = True) -> Any:
+def layers(x: Any, kernels: Any, *, read: Any = "each tick") -> Any:
     """Layers of each stage, one after the other: `[stages, rows, width]`."""
 
     def layer(x: Any, kernel: Any) -> tuple[Any, None]:
-        return jnp.tanh(x @ slices_in_stored_order(kernel, of_ticks=of_ticks)), None
+        return jnp.tanh(x @ slices_in_stored_order(kernel, read=read)), None
 
     def stage(x: Any, kernels: Any) -> Any:
         with reading_slices():
@@ -58,7 +58,7 @@ def test_values_and_derivatives_are_those_without_an_order(
         )
         assert_close(jax.jit(lambda *args: derivatives(*args))(*args), wanted, 1e-5)
         assert str(jax.make_jaxpr(layers)(*args)).count("layout_constraint") == 1
-        seldom = functools.partial(layers, of_ticks=False)
+        seldom = functools.partial(layers, read="once")
         assert "layout_constraint" not in str(jax.make_jaxpr(seldom)(*args))
 
 

@@ -89,7 +89,7 @@ def self_attention(
     grouped = layout.spec("batch", None, "kv_heads", None, None)
     mixed = kernel(query, key, value, segment_ids, grouped=grouped)
     out_kernel = gather_weight(
-        cast_at_use(slices_in_stored_order(kernels.out, of_ticks=False), x.dtype),
+        cast_at_use(slices_in_stored_order(kernels.out, read="once"), x.dtype),
         layout.spec("heads", None, "embed"),
         layout.spec("heads", None, None),
     )
@@ -102,7 +102,7 @@ def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array
     """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]` by the kernel of this name."""
     # Llama2-7B with 16 layers per stage takes 2 % more compute on a TPU v5p (libtpu 0.0.42.1) for
     # 8 % less heap if the kernels are ordered at each tick too.
-    kernel = slices_in_stored_order(getattr(kernels, name), of_ticks=False)
+    kernel = slices_in_stored_order(getattr(kernels, name), read="once")
     heads = "heads" if name == "query" else "kv_heads"
     gathered = gather_weight(
         cast_at_use(kernel, x.dtype),
