@@ -255,7 +255,7 @@ class ModelConfig:
     one time. None takes, of `dense` experts, the smallest group whose products keep a device busy,
     see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and of
     `mixtral-small` eight for 1,024 tokens on a device and four for 2,048. None computes `grouped`
-    experts all at once, and then gathers one of two kernels of 256 MB or more again for the
+    experts all at once, and of 64 or more on a device gathers one of two kernels again for the
     backward pass, see `ops.grouped.experts.GroupedExperts`; `capacity` experts always are.
     """
 

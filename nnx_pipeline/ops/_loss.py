@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops._attention import soft_cap, soft_cap_slope
 from nnx_pipeline.ops._head import with_columns
-from nnx_pipeline.sharding._cast import LARGE, in_stored_order
+from nnx_pipeline.sharding._cast import in_stored_order
 from nnx_pipeline.sharding._gradients import or_zeros, refuse_perturbed, scaled, values_of
 from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, place, reordered
 
@@ -31,6 +31,9 @@ class LossOptions(NamedTuple):
     chunks: int  # pieces into which the sequence is cut
     soft_cap: float | None = None  # the bound of the logits
     columns: int | None = None  # of the vocabulary, if zeros may follow them in the kernel
+
+
+LARGE_HEAD = 2**28  # bytes of the whole kernel in float32
 
 
 @dataclass(frozen=True)
@@ -277,7 +280,7 @@ def _loss_forward(
         # A compiler brings the weights and the optimizer's state into the order of the gradient.
         # With this one two layers of Llama 3.1 8B on 4 TPU v5p (libtpu 0.0.42.1) take 18 % less
         # heap and 4 % less compute; `mixtral-small`, whose head is small, takes 6 % more heap.
-        if 4 * hidden.shape[-1] * plan.padded >= LARGE:
+        if 4 * hidden.shape[-1] * plan.padded >= LARGE_HEAD:
             kernel_gradient = in_stored_order(kernel_gradient)
         return (
             _sum(total, plan.tokens),

@@ -17,7 +17,6 @@ from jaxtyping import Array
 from nnx_pipeline.lab.mesh import ambient_platform
 from nnx_pipeline.sharding.layout import is_explicit
 
-LARGE = 2**28  # bytes of a whole weight, of which a device has few copies
 _Slices = Literal["no", "each tick", "once"]
 _SLICES: contextvars.ContextVar[_Slices] = contextvars.ContextVar("slices", default="no")
 _Args = ParamSpec("_Args")
@@ -68,7 +67,8 @@ def slices_in_stored_order(kernel: Array, *, read: Literal["each tick", "once"])
     loop, it copies the whole array into that order before the loop, in float32. Where a slice has
     to stay in the order in which it is stored, the compiler orders what it reads of it.
 
-    - `read`: how often slices have to be read for that; each time they are ordered anew.
+    - `read`: how often slices have to be read for that; each time they are ordered anew. So only
+      those kernels do it with which that was seen to save memory for little time.
     """
     return in_stored_order(kernel) if _SLICES.get() == read else kernel
 
@@ -77,9 +77,9 @@ def slices_in_stored_order(kernel: Array, *, read: Literal["each tick", "once"])
 def in_stored_order(x: Array) -> Array:
     """The array, which a TPU has in the order of its axes here, the last one closest together.
 
-    In auto mode it may have any order.
+    In auto mode it may have any order outside of a `shard_map` over all axes: no type says there
+    how the array is sharded, and the partitioner would gather it.
     """
-    # There no type says how the array is sharded, and the partitioner would gather it.
     is_auto = AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
     return x if is_auto or ambient_platform() != "tpu" else _on_each_device(x)
 
@@ -95,10 +95,7 @@ def _on_each_device(x: Array) -> Array:
         return _constrained(x)
     spec = jax.typeof(x).sharding.spec
     whole: Callable[[Array], Array] = jax.shard_map(
-        _constrained,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
+        _constrained, in_specs=spec, out_specs=spec, check_vma=False
     )
     return whole(x)
 

@@ -156,26 +156,26 @@ def test_a_mixture_and_its_derivatives_against_a_sum_over_experts(
         assert found[1][2].gate.sharding.is_equivalent_to(kernels.gate.sharding, 3)
 
 
-def test_one_of_two_large_kernels_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the group is given: then both are held from the forward pass on."""
-    monkeypatch.setattr(grouped_experts, "LARGE", 0)
+def test_a_kernel_of_many_experts_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there are fewer on a device, their group is given, or nothing is gathered."""
     x, weights = float_rows(8, 5, EMBED), float_rows(8, 5, 2, seed=1)
     experts = jnp.fromfunction(CHOSEN["all"], (40, 2), dtype="int32").reshape(8, 5, 2)
     wanted = with_gradients(functools.partial(summed, chosen=experts), x, weights, kernels_of())
-    with jax.set_mesh(mesh_of("fsdp=4,expert=2", "explicit")):
-        tokens = Layout().spec("batch", None, None)
-        args = put(x, tokens), put(weights, tokens), kernels_on_mesh()
-        chosen = put(experts, tokens)
-        for group, waits in ((None, 1), (EXPERTS // 2, 0)):
-            mix = functools.partial(grouped, chosen=chosen, group=group)
+    for mesh, many, group, waits in (
+        ("fsdp=4,expert=2", EXPERTS // 2, None, 1),
+        ("fsdp=4,expert=2", EXPERTS, None, 0),
+        ("fsdp=4,expert=2", EXPERTS // 2, EXPERTS // 2, 0),
+        ("data=8", EXPERTS // 2, None, 0),
+    ):
+        monkeypatch.setattr(grouped_experts, "MANY", many)
+        with jax.set_mesh(mesh_of(mesh, "explicit")):
+            tokens = Layout().spec("batch", None, None)
+            args = put(x, tokens), put(weights, tokens), kernels_on_mesh()
+            mix = functools.partial(grouped, chosen=put(experts, tokens), group=group)
             step = jax.jit(functools.partial(with_gradients, mix))
             assert_close(step(*args), wanted, 1e-5)
-            barriers = [
-                each
-                for each in equations(step.trace(*args).jaxpr)
-                if each.primitive.name == "optimization_barrier"
-            ]
-            assert len(barriers) == waits
+            primitives = [each.primitive.name for each in equations(step.trace(*args).jaxpr)]
+            assert primitives.count("optimization_barrier") == waits
 
 
 @pytest.mark.slow

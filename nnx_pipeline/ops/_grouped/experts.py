@@ -15,8 +15,11 @@ from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
 from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
 from nnx_pipeline.ops._grouped import order as sorting
 from nnx_pipeline.ops._grouped.products import GroupedProducts, products_for
-from nnx_pipeline.sharding._cast import LARGE, cast_at_use
+from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, P
+
+
+MANY = 64  # experts of a device whose kernels together are large beside all else that it holds
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,12 @@ class GroupedExperts:
     0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp, and by estimate
     2.71, 3.15, 3.19 and 3.41 s.
 
-    Without `group` all experts are computed at once, and of gate and up, if they are `LARGE`, one
-    is gathered again for the backward pass, so that they are not held together. With four stages
-    that takes 12 % off the heap of Mixtral 8x7B on 64 TPU v5p, for 3 % more time, and with eight
-    devices 8 % off that of two layers of Qwen3-30B-A3B, for 3 %. A `group` of all experts keeps
-    both from one pass to the next.
+    Without `group` all experts are computed at once. Of `MANY` that are sharded over embed too, the
+    kernels gate and up are not held together: one is gathered again for the backward pass. On 8
+    TPU v5p two layers of Qwen3-30B-A3B and three of DeepSeek-V2-Lite take 8 and 11 % less heap for
+    3 % more time by estimate; with 1,024 tokens on each of 4, the former take 2 % less for 4 %. A
+    `group` of all experts holds both. With the 8 of Mixtral 8x7B it depends on the rest of the
+    program: 12 % less in four stages, and 10 % more in two layers on 4 chips.
     """
 
     group: int | None = None
@@ -66,9 +70,7 @@ class GroupedExperts:
         is_divisor(group, local, rule=rule)
         products = products_for(rows, self.tiles, share=every // group)
         more = {"products": products, "group": group, "activation": self.activation}
-        whole = kernels.gate.size * x.dtype.itemsize
-        gathered = whole // (layout.size("expert") * layout.size("mlp"))
-        again = self.group is None and gathered >= LARGE
+        again = self.group is None and local >= MANY and bool(layout.axes("embed_of_expert"))
         grouped = _OnDevice.of("grouped", every, layout, gather_again=again, **more)
         order = grouped.sort(experts)
         # Cast here, kernels have gradients in the dtype of the model; adding them up casts to the

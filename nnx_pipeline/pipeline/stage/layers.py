@@ -69,7 +69,7 @@ class LayerSequence:
         # A tick unrolls a few layers; one alone is read from its stack. A scan slices the weights
         # of each out of the stack, and reads and writes its accumulators there. For `mixtral-small`
         # with 8 layers per stage on a TPU v5p (libtpu 0.0.42.1), scanned and apart: heap 425 and
-        # 572 MB, 88.5 and 76.3 ms of compute, 85 and 151 s to compile on a shared core. Any number
+        # 572 MB, 88.4 and 76.3 ms of compute, 85 and 151 s to compile on a shared core. Any number
         # is unrolled if each is of a kind of its own, and if some of what the layers compute is
         # offloaded, because no compiler sends a value from a loop inside another loop to the host.
         offloads, of_kinds = bool(self.remat.offloaded), self.number == self.kinds
