@@ -18,7 +18,6 @@ from nnx_pipeline.ops._grouped.products import GroupedProducts, products_for
 from nnx_pipeline.sharding._cast import cast_at_use
 from nnx_pipeline.sharding.layout import Layout, P
 
-
 MANY = 64  # experts of a device whose kernels together are large beside all else that it holds
 
 
