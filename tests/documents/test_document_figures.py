@@ -141,6 +141,8 @@ def test_larger_models_beside_the_peer(peer: Any) -> None:
     shown = table("Larger models, in GB")
     expected = []
     for row in peer.LARGER:
+        if row.peer_temp is None:  # the table shows what stands beside the peer
+            continue
         if "sharding" in row.options:  # the same memory as with explicit sharding
             plain = row._replace(options={k: v for k, v in row.options.items() if k != "sharding"})
             assert (
