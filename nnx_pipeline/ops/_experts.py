@@ -167,7 +167,7 @@ class ExpertProducts:
         is_divisor(self.group, local, rule=rule)
         # With 8 layers per stage of `mixtral-small` in a loop, on 8 TPU v5p (libtpu 0.0.42.1), in
         # stored order: heap 404 MB in the place of 481 by 1F1B and 425 of 493 by circular stages,
-        # for no more compute. Without a pipeline the heap is 262 MB in the place of 253. Not where
+        # for no more compute. Without a pipeline the heap is 262 MB in the place of 245. Not where
         # a scan slices groups: of Mixtral 8x7B on 64 it takes 28 % off the heap, but its products
         # then read the worse order, for 11 % more compute.
         if self.group == local:
