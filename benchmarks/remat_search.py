@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nnx_pipeline.config._remat import LAYER_INPUT, POLICIES, QUERY_KEY_VALUE
+from nnx_pipeline.config._remat import KEPT, LAYER_INPUT, POLICIES, QUERY_KEY_VALUE
 from nnx_pipeline.lab._cli.changing.keeping import Choosable, of_function, of_preset
 from nnx_pipeline.lab._cli.subject import GivenArguments, subject_of
 from nnx_pipeline.lab._cli.values import Chosen
@@ -51,17 +51,13 @@ class Program(NamedTuple):
 
 ONE = ("tpu:v5p:2x2x1", "cuda:h100:1")
 TWO_STAGES = ("tpu:v5p:2x2x1", "cuda:h100:4")
-SMALL = {
-    "mesh": "stage=2,fsdp=2",
-    "settings": ("model.num_layers=2",),
-    "on_device": QUERY_KEY_VALUE,
-}
+SMALL = {"mesh": "stage=2,fsdp=2", "settings": ("model.num_layers=2",)}
 PROGRAMS = {
     "unet": Program("remat_steps/unet.py", ONE),
     "transformer": Program("remat_steps/transformer.py", ONE),
     "plain_nnx": Program("remat_steps/plain_nnx.py", ONE),
-    "tiny": Program("tiny", TWO_STAGES, **SMALL),
-    "mixtral-small": Program("mixtral-small", TWO_STAGES, **SMALL),
+    "tiny": Program("tiny", TWO_STAGES, **SMALL, on_device=QUERY_KEY_VALUE),
+    "mixtral-small": Program("mixtral-small", TWO_STAGES, **SMALL, on_device=KEPT),
 }
 LARGE = Program(
     "mixtral-8x7b",
@@ -214,8 +210,8 @@ whether it gets one. Made by `python benchmarks/remat_search.py`, whose first li
 All choices of each program were compiled; *choices* are those that differ. The limits are 10, 30
 and 60 % of the way from the smallest account to the largest. Each search begins anew, and its
 compiles are counted. The steps are estimates in ms, *above* is by how much the search's is above
-the fastest that fits. The presets have two layers on `stage=2,fsdp=2`, and only `out_proj` and the
-experts' hidden units are offloaded.
+the fastest that fits. The presets have two layers on `stage=2,fsdp=2`; of `tiny` only `out_proj`
+and the experts' hidden units are offloaded, and of `mixtral-small` nothing.
 
 | program | platform | kinds | choices | limit MB | compiles | step | fastest | above |
 |---|---|--:|--:|--:|--:|--:|--:|--:|

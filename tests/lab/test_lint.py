@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers import Run, mesh_of, optax_promotion, replace
+from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lint_examples import SIZE, X, array, examples, half
@@ -560,6 +562,23 @@ def test_a_loop_of_one_value_has_a_condition_of_its_own() -> None:
     assert condition.jaxpr.invars[1] not in condition.inlets  # what it carries is not known
     assert body.inlets[body.jaxpr.invars[0]] == Derivation("same", (scale,))
     assert body.inlets[body.jaxpr.invars[1]].way == "carry"
+
+
+def test_a_value_is_followed_through_an_own_rule_of_vmap_and_a_layout() -> None:
+    @custom_vmap
+    def placed(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout((1, 0)))
+
+    @placed.def_vmap
+    def _(size: int, mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        return x, True
+
+    def looked_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+        chosen = placed(ids[:, None] == jnp.arange(table.shape[0]))
+        return chosen.astype(table.dtype) @ table
+
+    (found,) = lint(looked_up, *EXAMPLES["one-hot"].arguments)
+    assert found.rule == "one-hot"
 
 
 def test_a_one_hot_array_of_which_sums_are_taken_is_not_stored() -> None:

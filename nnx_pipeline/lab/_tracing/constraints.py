@@ -23,7 +23,7 @@ _CONSTRAINT = "sharding_constraint"
 _CAST = "convert_element_type"
 _MOVES = ("broadcast_in_dim", "copy", "reshape", "rev", "squeeze", "transpose")
 _CALLS = (
-    *("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"),
+    *("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
     *("jit", "pjit", "remat2"),
 )
 _LOOPS = ("cond", "scan", "shard_map", "while")

@@ -30,7 +30,8 @@ from nnx_pipeline.lab.mesh import spec_axes
 # Primitives that return their first operand in its shape, with the same numbers up to rounding.
 SAME = {
     *("convert_element_type", "copy", "name", "reduce_precision", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "pvary", "stop_gradient", "device_put", "pbroadcast"),
+    *("sharding_constraint", "layout_constraint", "reshard", "pvary", "pbroadcast"),
+    *("stop_gradient", "device_put"),
 }
 # Primitives that return the numbers of their first operand, or some of them, in another shape.
 FORM = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "rev"}

@@ -14,7 +14,7 @@ from nnx_pipeline.lab._tracing.jaxpr import Location, inner_jaxprs, location_of,
 # such as a scatter with its sum or a kernel, use it in another way.
 _CALLS = {
     *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
-    *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
+    *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
 }
 _LOOPS = {"scan", "while"}
 
