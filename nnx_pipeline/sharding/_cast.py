@@ -2,9 +2,8 @@
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,6 @@ from nnx_pipeline.sharding.layout import is_explicit
 
 _Slices = Literal["no", "each tick", "once"]
 _SLICES: contextvars.ContextVar[_Slices] = contextvars.ContextVar("slices", default="no")
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
@@ -34,17 +31,6 @@ def reading_slices(*, once: bool = False) -> Iterator[None]:
         yield
     finally:
         _SLICES.reset(token)
-
-
-def of_slices(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """The function within `reading_slices`."""
-
-    @functools.wraps(function)
-    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
-        with reading_slices():
-            return function(*args, **options)
-
-    return call
 
 
 def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:

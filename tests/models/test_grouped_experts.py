@@ -33,7 +33,7 @@ from nnx_pipeline.ops._grouped.experts import GroupedExperts
 from nnx_pipeline.ops._grouped.order import Some, from_rows, sort_by_expert, to_rows, visits
 from nnx_pipeline.ops._grouped.products import ON_PLATFORM, GroupedProducts, Tiles
 from nnx_pipeline.pipeline.stage.apply import map_stages
-from nnx_pipeline.sharding._cast import cast_at_use, of_slices
+from nnx_pipeline.sharding._cast import cast_at_use, reading_slices
 
 pytestmark = pytest.mark.jax_alone
 
@@ -309,7 +309,7 @@ def test_a_cast_of_a_slice_is_a_cast(dtype: str) -> None:
     edges = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-40, 6e-6], np.float32)
     x = jnp.asarray(np.concatenate([bits.view(np.float32), edges]))
     cast = functools.partial(cast_at_use, dtype=dtype)
-    sliced = of_slices(lambda x: cast(x))
+    sliced = reading_slices()(lambda x: cast(x))
     found, wanted = (np.asarray(f(x)) for f in (sliced, lambda x: x.astype(dtype)))
     assert found.tobytes() == wanted.tobytes()
     assert ("reduce_precision" in str(jax.make_jaxpr(sliced)(x))) == (dtype == "bfloat16")

@@ -19,7 +19,7 @@ from nnx_pipeline.pipeline.stage._checks import check_shapes, check_stacked, che
 from nnx_pipeline.pipeline.stage._sums import ReadWithSums
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import hold_state, parted
-from nnx_pipeline.sharding._cast import of_slices
+from nnx_pipeline.sharding._cast import reading_slices
 
 
 def run_pipeline(
@@ -79,7 +79,7 @@ def run_pipeline(
     loop = CircularLoop(schedule, options.shift_by, options.bubble_fill, *reading)
     stage = checked(apply_stage, has_state=state is not None)
     if options.cast_at_use and schedule.repeats > 1:
-        stage = of_slices(stage)
+        stage = reading_slices()(stage)
     # It decides which residuals of each visit are saved for the backward pass.
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=_tick.IN_SCAN

@@ -27,7 +27,7 @@ from nnx_pipeline.pipeline.stage._hoist import Function, hoist
 from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
 from nnx_pipeline.sharding import _gradients as grads
-from nnx_pipeline.sharding._cast import of_slices
+from nnx_pipeline.sharding._cast import reading_slices
 
 # the loss, and its two parts: the loss of `leave`, and the metrics
 Total = tuple[Array, tuple[Array, PyTree]]
@@ -86,7 +86,7 @@ def run_one_f_one_b(
     _check_options(schedule, options, how)
     apply_stage = functions.apply_stage
     if options.cast_at_use and schedule.repeats > 1:
-        apply_stage = of_slices(apply_stage)
+        apply_stage = reading_slices()(apply_stage)
     stages, state = parted(weights.stages)
     checks.check_shapes(stages, None, inputs, schedule)
     checks.check_stacked(state, "the state", schedule)
