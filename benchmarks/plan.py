@@ -407,8 +407,9 @@ ABOUT = """
 Made by `python benchmarks/plan.py`, with JAX 0.10.2 and libtpu 0.0.42.1. Steps are estimates from
 compiled programs; nothing here ran on a chip.
 
-The plans below were made on two cores of which other work took a third. A compile of Mixtral 8x7B
-has 3 minutes of processor time, one of Llama2-7B half a minute to one.
+The first two plans below were made on two cores of which other work took a third, the last one
+beside work of idle priority. A compile of Mixtral 8x7B has 1 to 3 minutes of processor time, one of
+Llama2-7B half a minute to one.
 
 Of Mixtral 8x7B on 64 chips, weights gathered over all of them (`fsdp=64, remat=minimal`), as
 MaxText's recipes have it, are 2.87 s by the same estimate, and 3.09 s with gathers in one step:
@@ -417,8 +418,7 @@ model.experts=grouped --set model.attention=flash --set pipeline.remat=minimal`,
 `sharding/_gather.py` was there.
 
 The published layout of Llama2-7B (JAX-Toolbox) is `fsdp=8`, 2 × 4096 per device, products kept.
-With the settings that its run published its estimate is 0.59 s (time_estimates.md). MaxText's 8x7B
-on 256 v5p was not planned.
+With the settings that its run published its estimate is 0.59 s (time_estimates.md).
 """
 NO_GRID = """## Beside a compile of every layout
 
@@ -427,8 +427,7 @@ mixtral-small` 172."""
 ABOUT_PEER = """
 MaxText's own training step in the layout of a config that it publishes, compiled and measured by
 this lab; this project's in the same layout; and, where it was planned, what a plan of the same
-model, batch and chips finds, to which the layout above is known. A plan of 10 minutes is 2 compiles
-of 3 minutes at once; on cores shared with a dozen jobs none of these was over in that time.
+model, batch and chips finds, to which the layout above is known. None of the three is planned yet.
 """
 ABOUT_GRID = """
 All layouts of a small model are compiled; then a plan may ask for a tenth of them. `apart` is how
