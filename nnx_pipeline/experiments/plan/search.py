@@ -22,6 +22,7 @@ from nnx_pipeline.experiments.plan.layouts import (
     Space,
     features_of,
     list_shapes,
+    loop_of,
     options_of,
 )
 from nnx_pipeline.experiments.plan.predict import Predicted, Predictor
@@ -199,11 +200,11 @@ class Plan:
         kinds = {_kind(one.layout) for one in seen}
         if len(kinds) >= KINDS_FIRST:
             return None
-        likely = [at for at in np.argsort(seconds) if chance[at] >= 0.5]
+        likely = [int(at) for at in np.argsort(seconds) if chance[at] >= 0.5]
         small = [at for at in likely if left[at].predicted.bytes <= ROOM * self.limit]
         if not seen and small:
-            return left[int(small[0])]
-        for at in map(int, likely):
+            return left[next((at for at in small if _is_plain(left[at].layout)), small[0])]
+        for at in small or likely:
             if seconds[at] > seconds[likely[0]] + math.log(WITHIN):
                 return None
             if _kind(left[at].layout) not in kinds:
@@ -254,6 +255,11 @@ def _measured(one: Compiled, figure: str) -> float | None:
 def _kind(layout: Layout) -> tuple[str, ...]:
     found = features_of(layout)
     return found["loop"], found["tensor"], found["expert"], found["data"]
+
+
+def _is_plain(layout: Layout) -> bool:
+    """Whether weights are sharded over all devices, and nothing else is done: where most begin."""
+    return layout.mesh.fsdp == layout.mesh.num_devices and not loop_of(layout)
 
 
 def _rows(candidates: list[Candidate]) -> Int[np.ndarray, "layouts kinds"]:
