@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from kept_rows import write_rows
 
 from nnx_pipeline import lab, preset
 from nnx_pipeline.modules.attention import Attention
@@ -136,7 +137,7 @@ def main() -> None:
                 continue
             results[name] = measured(*KINDS[kind], length, platform)
             print(name, results[name], file=sys.stderr, flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            write_rows(RESULTS, results)
     RESULTS.with_suffix(".md").write_text(table(results))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fit_steps
+from kept_rows import write_rows
 
 from nnx_pipeline import MeshConfig, lab, preset
 from nnx_pipeline.experiments._programs import measure_step
@@ -118,7 +119,7 @@ def keep(kind: str, key: str, name: str, value: Any) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read()
         results[kind].setdefault(key, {})[name] = value
-        write_text(str(RESULTS), json.dumps(results, indent=1, sort_keys=True) + "\n")
+        write_rows(RESULTS, results)
 
 
 def scan(platform: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from kept_rows import write_rows
 
 from nnx_pipeline import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from nnx_pipeline.config.config import to_dict
@@ -312,7 +313,7 @@ def again() -> None:
     results = json.loads(RESULTS.read_text())
     for (config, mesh), found in zip(drawn(), results, strict=True):
         found["floor"] = figures(floor(config, mesh, PLATFORM))
-    write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+    write_rows(RESULTS, results)
     write_text(str(RESULTS.with_suffix(".md")), document(results))
 
 
@@ -326,7 +327,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if asked.missing and RESULTS.exists() else []
     for number, (config, mesh) in list(enumerate(drawn()))[len(results) :]:
         results.append(measure(config, mesh))
-        write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+        write_rows(RESULTS, results)
         print(" | ".join(cells(number, results[-1])), file=sys.stderr, flush=True)
         jax.clear_caches()
     write_text(str(RESULTS.with_suffix(".md")), document(results))

@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from kept_rows import write_rows
 
 from nnx_pipeline import DecoderLayer, InputError, ModelConfig, preset
 from nnx_pipeline.lab._timing.devices import device_of
@@ -252,7 +252,7 @@ def main() -> None:
         lines.append(line(row, sizes, peak))
         print(lines[-1], flush=True)
     if not smoke:
-        RESULTS.write_text(json.dumps({"device": device.device_kind, "rows": found}, indent=1))
+        write_rows(RESULTS, {"device": device.device_kind, "rows": found})
         RESULTS.with_suffix(".md").write_text("\n".join([text, HEAD, *lines, ""]))
 
 

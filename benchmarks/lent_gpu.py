@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 from gpu_layer import FULL, refusal, step, tokens_of
 from jax.sharding import NamedSharding, PartitionSpec
+from kept_rows import write_rows
 
 from nnx_pipeline import Config, DecoderLayer, InputError, MeshConfig, make_mesh, preset
 from nnx_pipeline.config._overrides import apply_overrides
@@ -319,7 +320,7 @@ def run(given: argparse.Namespace, device: jax.Device, platform: Platform) -> No
         found["rows"] = [rows[case.name] for case in cases() if case.name in rows]
         if real:
             found["took"] = time.monotonic() - begun
-        write_text(str(file), json.dumps(found, indent=1) + "\n")
+        write_rows(file, found)
         write_text(str(file.with_suffix(".md")), table(found))
         print(_line(rows[each["name"]]), flush=True)
     print(f"{len(chosen)} programs took {time.monotonic() - begun:.0f} s")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_memory
+from kept_rows import write_rows
 
 from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.lab.attribution._result import Buffer
@@ -269,7 +270,7 @@ def main() -> None:
     results = json.loads(RESULTS.read_text()) if asked.missing and RESULTS.exists() else {}
     for name, row in zip(ARMS, rows(), strict=True):
         results[name] = results.get(name) or measured(row)
-        write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+        write_rows(RESULTS, results)
     write_text(str(RESULTS.with_suffix(".md")), document(results))
 
 

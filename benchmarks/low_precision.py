@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from kept_rows import write_rows
 
 from nnx_pipeline import Config, MeshConfig, PipelineConfig, lab, make_mesh, preset
 from nnx_pipeline.experiments._programs import measure_step
@@ -216,7 +217,7 @@ def main() -> None:
                 found = CASES[what](kind, device[0])
             results[f"{row} {kind}"] = found
             print(row, kind, found, file=sys.stderr, flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            write_rows(RESULTS, results)
     RESULTS.with_suffix(".md").write_text(page(results))
 
 

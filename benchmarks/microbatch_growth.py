@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kept_rows import write_rows
+
 from nnx_pipeline import preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments import sweep
@@ -105,7 +107,7 @@ def main() -> None:
     rows = json.loads(file.read_text()) if file.exists() else {}
     for name in chosen:
         rows[name] = measure(*name.split())
-        write_text(str(file), json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        write_rows(file, rows)
         write_text(str(RESULTS.with_suffix(".md")), page(rows))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from kept_rows import write_rows
 
 from nnx_pipeline import RoutedMoE, lab, preset
 
@@ -95,7 +96,7 @@ def main() -> None:
                 name = f"{platform} {model} {kind}"
                 results[name] = measured(model, kind, platform)
                 print(name, results[name], file=sys.stderr, flush=True)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+                write_rows(RESULTS, results)
     RESULTS.with_suffix(".md").write_text(table(results))
 
 

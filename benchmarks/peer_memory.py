@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kept_rows import write_rows
+
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
@@ -419,7 +421,7 @@ def main() -> None:
             "flops": result.flops,
             "versions": {k: v for k, v in result.versions.items() if v},
         }
-        write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+        write_rows(RESULTS, results)
         write_text(str(RESULTS.with_suffix(".md")), document(results))
         shown = line if row in ROWS else larger_line
         print(shown(row, results[name_of(row)]), file=sys.stderr, flush=True)

@@ -28,6 +28,8 @@ from typing import Any
 # Half the time goes into machine code for the CPU, which no figure here depends on.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+from kept_rows import write_rows
+
 from nnx_pipeline import MeshConfig, preset
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.experiments._run import run_experiments
@@ -199,8 +201,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 def write(results: dict[str, dict[str, Any]]) -> None:
     """Both files."""
-    text = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
-    write_text(str(RESULTS), text)
+    write_rows(RESULTS, dict(sorted(results.items())))
     write_text(str(RESULTS.with_suffix(".md")), document(results))
 
 

@@ -20,6 +20,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kept_rows import write_rows
+
 from nnx_pipeline import preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
@@ -119,7 +121,7 @@ def kept() -> Found:
 def keep(part: str, name: str, value: Found) -> None:
     found = kept()
     found.setdefault(part, {})[name] = value
-    write_text(str(RESULTS), json.dumps(found, indent=1) + "\n")
+    write_rows(RESULTS, found)
 
 
 def asked_for(model: str, settings: tuple[str, ...], platform: str) -> Asked:

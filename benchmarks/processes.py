@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kept_rows import write_rows
+
 from nnx_pipeline.lab._files import place, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -531,7 +533,7 @@ def _steps_told(run: Path) -> int:
 
 
 def keep(name: str, found: Found) -> None:
-    write_text(str(KNOWN), json.dumps({**read(), name: found}, indent=1) + "\n")
+    write_rows(KNOWN, {**read(), name: found})
 
 
 def read() -> Found:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kept_rows import write_rows
+
 from nnx_pipeline.config._remat import KEPT, LAYER_INPUT, POLICIES, QUERY_KEY_VALUE
 from nnx_pipeline.lab._cli.changing.keeping import Choosable, of_function, of_preset
 from nnx_pipeline.lab._cli.subject import GivenArguments, subject_of
@@ -120,7 +122,7 @@ class Table:
             for one in self.points.values()
         ]
         document[self.key] = {"kinds": self.kinds, "seconds": self.seconds, "points": rows}
-        write_text(str(KNOWN), json.dumps(document, indent=0) + "\n")
+        write_rows(KNOWN, document)
 
 
 def point_of(found: Choosable, choice: Choice) -> Point:

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kept_rows import write_rows
+
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._programs import measure_step
@@ -835,7 +837,7 @@ def main() -> None:
         if asked.only not in row.what or (asked.missing and row.what in results):
             continue
         results[row.what] = measure(row)
-        write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+        write_rows(RESULTS, results)
         cells = variant_cells if row in VARIANTS else other_cells
         print(" | ".join(cells(row, results[row.what])), file=sys.stderr, flush=True)
     write_text(str(MEASURED), as_toml(runs(results)))

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kept_rows import write_rows
+
 from nnx_pipeline.lab._files import write_text
 
 RESULTS = Path(__file__).parent / "results" / "train_loop.md"
@@ -269,7 +271,7 @@ def main() -> None:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
         with tempfile.TemporaryDirectory() as folder:
             found = parts[name](Path(folder), *rest)
-        write_text(str(KNOWN), json.dumps({**read(), name: found}, indent=1) + "\n")
+        write_rows(KNOWN, {**read(), name: found})
     write_text(str(RESULTS), page())
 
 

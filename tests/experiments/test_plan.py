@@ -29,6 +29,7 @@ from nnx_pipeline.experiments.plan.layouts import (
     Space,
     features_of,
     list_shapes,
+    loop_of,
     meshes_of,
     options_of,
     rule_of,
@@ -205,6 +206,19 @@ def test_a_search_finds_the_best_with_a_tenth_of_the_compiles(seed: int) -> None
     assert plan.best is not None
     assert plan.best.step is not None
     assert plan.best.step <= 1.03 * best
+
+
+def test_plain_sharding_comes_first_then_small_layouts_of_other_kinds() -> None:
+    """A program that nearly fills a device takes long to compile, and may not fit."""
+    config = apply_overrides(preset("llama2-7b"), {"train.global_batch": "256"})
+    plan = plan_of(config, 64, limit=100 * 10**9)
+    searched(plan, truth(plan, 0), most=3)
+    layouts = [one.candidate.layout for one in plan.compiled]
+    assert str(layouts[0].mesh) == "fsdp=64"
+    assert loop_of(layouts[0]) == ""
+    assert all(one.candidate.predicted.bytes <= 60 * 10**9 for one in plan.compiled)
+    names = ("loop", "tensor", "expert", "data")
+    assert len({tuple(features_of(one)[name] for name in names) for one in layouts}) == 3
 
 
 def test_what_does_not_compile_is_passed_over_and_said() -> None:

@@ -35,7 +35,7 @@ from nnx_pipeline.lab.search.effort import Effort, Spent
 FEW = 4_000  # layouts that are all looked at, whatever is predicted
 SLOWER = 1.5  # times the best prediction, beyond which none of more is looked at
 MOST = 20_000
-ROOM = 0.6  # of the memory, which the first layout is predicted to need at most
+ROOM = 0.6  # of the memory, which the first layouts are predicted to need at most
 KINDS_FIRST = 3  # kinds of layouts of which the best predicted are compiled first
 WITHIN = 1.3  # times the best prediction, for those
 UNSURE = 0.2  # deviation of the logarithm of a prediction, before anything is compiled
