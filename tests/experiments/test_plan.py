@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shlex
@@ -147,14 +148,11 @@ def test_every_mesh_has_a_layout_or_a_reason(name: str, devices: int) -> None:
     found = list_shapes(space)
     meshes = [*meshes_of(devices, with_experts=space.config.model.num_experts > 1)]
     assert found.meshes == len(meshes) == len({*meshes})
-    listed = {shape.mesh for shape in found.shapes}
-    for mesh in meshes:
-        if mesh in listed:
-            continue
-        with pytest.raises(InputError) as refused:
+    unlisted = {*meshes} - {shape.mesh for shape in found.shapes}
+    for mesh in unlisted:
+        with pytest.raises(InputError):
             space.config.check_mesh(mesh)
-        # The config may name another of the rules that the mesh breaks.
-        assert rule_of(str(refused.value)) in found.refused or sum(found.refused.values())
+    assert sum(found.refused.values()) >= len(unlisted), "a reason for each"
     assert {*found.examples} == {*found.refused}
     assert all(rule_of(text) == rule for rule, text in found.examples.items())
 
@@ -226,17 +224,15 @@ def test_what_does_not_compile_is_passed_over_and_said() -> None:
     right = truth(plan, 0)
 
     def measure(layout: Layout) -> Measurement:
-        if layout.mesh.tensor > 1:
+        if layout.mesh.data == 1:  # as the layout that is compiled first
             raise RuntimeError("no such kernel")
         return right(layout)
 
     searched(plan, measure, most=24)
     assert plan.best is not None
-    assert plan.best.candidate.layout.mesh.tensor == 1
-    failed = [one for one in plan.compiled if one.error]
-    assert all("no such kernel" in one.error for one in failed)
-    if failed:
-        assert "no such kernel" in fallen(plan)["tensor > 1"]
+    assert plan.best.candidate.layout.mesh.data > 1
+    assert any(one.error for one in plan.compiled)
+    assert "no such kernel" in fallen(plan)["data = 1"]
 
 
 def test_what_takes_too_long_is_not_tried_again_and_again() -> None:
@@ -261,12 +257,28 @@ def test_a_reason_for_each_kind_that_fell_out() -> None:
     searched(plan, truth(plan, 1), most=6)
     reasons, best = fallen(plan), plan.best
     assert best is not None
+    assert best.step is not None
     has = {*features_of(best.candidate.layout).values()}
     kinds = {"whole batch at once", "circular pipeline", "tensor > 1", "expert > 1", "remat=full"}
     assert kinds - has <= {*reasons}
     assert not has & {*reasons}
-    assert all(re.search(r"\d", why) for why in reasons.values()), reasons
     assert sum(refusals(plan).values()) == sum(plan.listed.refused.values())
+    # No layout of a kind is faster than the one that is named, compiled or as predicted now.
+    left = plan.left()
+    steps = [(one.step or 0.0, one.candidate) for one in plan.fitting()]
+    seconds, account = plan.refitted(left, "step").mean, plan.refitted(left, "account").mean
+    steps += [
+        (math.exp(step), one)
+        for step, size, one in zip(seconds, account, left, strict=True)
+        if size <= math.log(plan.limit)
+    ]
+    for kind, why in reasons.items():
+        mine = [step for step, one in steps if kind in features_of(one.layout).values()]
+        if mine:
+            said = float(why.partition("%")[0]) / 100
+            assert abs(said - (min(mine) / best.step - 1)) < 0.002, (kind, why)
+        else:
+            assert " of 116.0 GB" in why, why
 
 
 def test_nothing_is_compiled_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +298,7 @@ def test_nothing_is_compiled_after_the_time(monkeypatch: pytest.MonkeyPatch) -> 
     search(plan, measure, lambda layout: None, effort, Budget(began + 1.0, at_once=2))
     assert time.monotonic() - began < 20
     assert len(plan.compiled) == 2
+    assert plan.ended == "time"
     assert not any(one.error for one in plan.compiled), "what was ended is no result"
 
 
@@ -301,7 +314,50 @@ def test_what_is_known_costs_nothing() -> None:
     assert len(again.compiled) > len(first.compiled) or effort.tried == 0
 
 
+def test_a_plan_begins_with_all_that_earlier_ones_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = plan_of(preset("tiny"), 4), plan_of(preset("tiny"), 4)
+    measure = truth(first, 3)
+    compiler = compiling.Compiler(first.space, V5P, compiling.Cache(tmp_path), patience=60)
+    monkeypatch.setattr(compiling.Compiler, "_compile", lambda self, one: measure(one).to_cache())
+    effort = Effort(what="a plan", most=8)
+    budget = Budget(time.monotonic() + 60, at_once=2)
+    search(first, compiler, lambda layout: None, effort, budget)
+    assert first.ended == "compiles"
+    again.recall(compiler.tried(), compiler.known)
+    made = {one.candidate.layout: one.step for one in first.compiled}
+    assert len(made) == 8
+    assert {one.candidate.layout: one.step for one in again.compiled} == made
+
+
+def test_what_did_not_compile_is_not_tried_again_unless_it_may_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(preset("tiny"), 4)
+    compiler = compiling.Compiler(plan.space, V5P, compiling.Cache(tmp_path), patience=60)
+    refused, slow, killed = (one.layout for one in plan.candidates[:3])
+    why = {
+        refused: compiling.NotCompiled("no such kernel"),
+        slow: compiling.NotCompiled("took longer than 60 s", seconds=60),
+        killed: compiling.NotCompiled("ended by a signal", is_chance=True),
+    }
+
+    def fail(self: compiling.Compiler, layout: Layout) -> None:
+        raise why[layout]
+
+    monkeypatch.setattr(compiling.Compiler, "_compile", fail)
+    for layout in why:
+        with pytest.raises(compiling.NotCompiled):
+            compiler(layout)
+    plan.recall(compiler.tried(), compiler.known)
+    assert {one.candidate.layout for one in plan.compiled} == {refused, slow}
+    assert "no such kernel" in {one.error for one in plan.compiled}
+    assert {*dataclasses.replace(compiler, patience=61).tried()} == {str(refused)}
+
+
 REFUSED = {
+    "--platform tpu:v5p:2x2x1 --limit 500%": "is no share of a device",
     "--platform cpu": "needs the time of a step",
     "--platform tpu:v5p:2x2x1*2": "a plan is for one slice; leave out *2",
     "--platform tpu:v5p:2x2x1 --what-if tpu:v5p:2x2x1": "is named twice",
@@ -325,6 +381,10 @@ def test_a_model_that_cannot_fit_is_one_line(run: Run) -> None:
     done = run("plan", "--model", "mixtral-8x22b", "--platform", "tpu:v5p:2x2x1")
     assert done.code == 2
     assert "no layout fits: the state alone needs" in done.err.splitlines()[-1]
+    assert "--set model.param_dtype=bfloat16" in done.err.splitlines()[-1]
+    words = ("--set", "model.param_dtype=bfloat16", "--limit", "20GB")
+    again = run("plan", "--model", "mixtral-8x22b", *words, "--platform", "tpu:v5p:2x2x1")
+    assert again.err.splitlines()[-1].endswith("of the 20.0 GB of a device; take more devices")
 
 
 @pytest.fixture
@@ -356,6 +416,8 @@ def test_the_command_says_what_it_found(run: Run, tmp_path: Path) -> None:
     assert plan["best"]["time"]["step_seconds"] == best
     assert plan["best"]["rate"]["price_per_chip_hour"] == 4.2
     assert "tensor > 1" in done.out or "tensor = 1" in done.out
+    assert "all compiles are used up: with a larger --most" in done.out
+    assert re.search(r"→ 10¹² tokens cost [≳≥ ]*\d", done.out)
     pasted = done.out[done.out.index("nnx-pipeline train") :].replace("\\\n", "")
     assert pasted.split() == plan["paste"].split()
     assert page.read_text().count('class="peak') == 6

@@ -44,6 +44,7 @@ from nnx_pipeline.lab._cli.values import Chosen
         help="What a chip costs per hour, such as 4.2, or cuda:h100=2.9 for one kind of chip; says "
         "what tokens cost. May be repeated.",
     ),
+    options.memory_limit_option,
 )
 @bundled(
     "spending",

@@ -11,6 +11,7 @@ from nnx_pipeline.lab._cli.values import Chosen, Costing
 from nnx_pipeline.lab._timing.devices import DEVICES, device_of
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.search.over import MemoryLimit
 
 STEPS = 1000  # of the command to paste
 
@@ -20,7 +21,7 @@ class Asked:
     """What a plan is for.
 
     - `name`, `assignments`: the preset, and what the user sets; `config`: both.
-    - `platform`: the chips; `costing`: their price.
+    - `platform`: the chips; `costing`: their price; `limit`: bytes that a device may hold.
     """
 
     name: str
@@ -28,10 +29,14 @@ class Asked:
     config: Config
     platform: Platform
     costing: Costing
+    limit: int
 
     @classmethod
-    def of(cls, config: Config, chosen: Chosen, name: str, costing: Costing) -> "Asked":
-        """Raises InputError for a platform of whose time or number of devices nothing is known."""
+    def of(
+        cls, config: Config, chosen: Chosen, name: str, costing: Costing, limit: str = "100%"
+    ) -> "Asked":
+        """Raises InputError for a platform of whose time or number of devices nothing is known, and
+        for a limit of memory that it does not have."""
         platform = Platform.parse(name)
         if device_of(platform.kind, platform.target) is None or platform.memory_bytes() is None:
             known = sorted({f"{kind}:{target}" for kind, target in DEVICES})
@@ -45,7 +50,8 @@ class Asked:
                 f"--platform {name}: a plan is for one slice; leave out *{parts}, and compile its "
                 f"layouts for several by `nnx-pipeline measure --dcn data={parts}`"
             )
-        return cls(str(chosen.model), chosen.assignments, config, platform, costing)
+        most = MemoryLimit.parse(limit, platform).bytes
+        return cls(str(chosen.model), chosen.assignments, config, platform, costing, most)
 
     def title(self) -> str:
         train = self.config.train
@@ -56,18 +62,17 @@ class Asked:
         """The plan with its layouts listed, and nothing compiled yet; raises InputError as
         `Plan.fill`."""
         platform = self.platform
-        device, limit = device_of(platform.kind, platform.target), platform.memory_bytes()
+        device = device_of(platform.kind, platform.target)
         devices, hosts = platform.size
         assert device is not None, "as `of` checks"
         assert devices is not None, "as of every platform with a topology"
-        assert limit is not None, "as `of` checks"
         sides = [int(one) for one in platform.topology.split("x") if one != "1"]
         side = (
             devices // hosts if platform.is_gpu else min(filter(lambda n: n > 1, sides), default=2)
         )
         fixed = frozenset(parse_overrides(self.assignments))
         space = Space.of(self.config, fixed, platform, devices)
-        plan = Plan(space, Predictor(self.config, device, Links(device, max(side, 2))), limit)
+        plan = Plan(space, Predictor(self.config, device, Links(device, max(side, 2))), self.limit)
         plan.fill()
         return plan
 

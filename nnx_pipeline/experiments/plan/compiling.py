@@ -6,8 +6,10 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.experiments.plan.layouts import Layout, Space
@@ -22,7 +24,15 @@ _START = f"from {__name__} import child; child()"
 
 
 class NotCompiled(Exception):
-    """Why a layout has no program."""
+    """Why a layout has no program.
+
+    - `seconds`: after which a compile was ended; 0 where the layout itself has none.
+    - `is_chance`: whether another try may end otherwise, as where memory ran out.
+    """
+
+    def __init__(self, why: str, seconds: int = 0, *, is_chance: bool = False) -> None:
+        super().__init__(why)
+        self.seconds, self.is_chance = seconds, is_chance
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,27 @@ class Compiler:
     cache: Cache
     patience: int
     keys: dict[Layout, str | None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def tried(self) -> dict[str, str]:
+        """The layouts that earlier plans of this space compiled, as text, and why one has no
+        program; "" for the others. One that took too long counts if it may not take longer now."""
+        return {
+            layout: why
+            for layout, (why, seconds) in self._tried().items()
+            if not seconds or seconds >= self.patience
+        }
+
+    def _tried(self) -> dict[str, tuple[str, int]]:
+        found = self.cache.get(self._list_key())
+        return found[0] if found is not None and isinstance(found[0], dict) else {}
+
+    def _list_key(self) -> str | None:
+        return entry_key(self.platform, "layouts of a plan", self.space.config)
+
+    def _note(self, layout: Layout, why: str = "", seconds: int = 0) -> None:
+        with self.lock:
+            self.cache.put(self._list_key(), {**self._tried(), str(layout): (why, seconds)})
 
     def known(self, layout: Layout) -> Measurement | None:
         found = self.cache.get(self.key(layout))
@@ -52,22 +83,35 @@ class Compiler:
 
     def __call__(self, layout: Layout) -> Measurement:
         """Raises NotCompiled with the reason."""
+        try:
+            measured = self._compile(layout)
+        except NotCompiled as error:
+            if not error.is_chance:
+                self._note(layout, str(error), error.seconds)
+            raise
+        self.cache.put(self.key(layout), measured)
+        self._note(layout)
+        return Measurement.from_cache(measured, None)
+
+    def _compile(self, layout: Layout) -> Any:
         with tempfile.TemporaryDirectory(prefix="nnx-pipeline-") as made:
             job, result = Path(made) / "job", Path(made) / "result.json"
             config = self.space.config_of(layout)
             job.write_bytes(pickle.dumps((config, layout.mesh, self.platform, self.patience)))
             code, said = execute([sys.executable, "-c", _START, str(job), str(result)])
             if code == -signal.SIGALRM:
-                raise NotCompiled(f"took longer than {self.patience} s, and was ended")
+                why = f"took longer than {self.patience} s, and was ended"
+                raise NotCompiled(why, seconds=self.patience)
             if code < 0:
-                raise NotCompiled(f"the process was ended by a signal ({signal.strsignal(-code)})")
+                why = f"the process was ended by a signal ({signal.strsignal(-code)})"
+                raise NotCompiled(why, is_chance=True)
             if code or not result.is_file():
-                raise NotCompiled((said.strip().splitlines() or [f"exit status {code}"])[-1])
+                why = (said.strip().splitlines() or [f"exit status {code}"])[-1]
+                raise NotCompiled(why, is_chance=True)
             found = json.loads(result.read_text("utf-8"))
         if "error" in found:
             raise NotCompiled(found["error"])
-        self.cache.put(self.key(layout), found["measured"])
-        return Measurement.from_cache(found["measured"], None)
+        return found["measured"]
 
     def key(self, layout: Layout) -> str | None:
         # Made once: JAX's options, which are part of it, may differ from thread to thread.

@@ -2,45 +2,72 @@
 
 import math
 from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
 
 from nnx_pipeline.experiments.plan.layouts import Layout, features_of, loop_of
-from nnx_pipeline.experiments.plan.search import Candidate, Compiled, Plan, account_of
+from nnx_pipeline.experiments.plan.search import WORTH, Candidate, Compiled, Plan, account_of
 
 
 def fallen(plan: Plan) -> dict[str, str]:
     """For each kind of choice that the best layout does not have, why not."""
-    best = plan.best
+    best, likely = plan.best, _likely(plan)
     has = {*features_of(best.candidate.layout).values()} if best else set()
     return {
-        feature: _why(plan, feature, candidate, best)
-        for feature, candidate in sorted(plan.best_of.items())
+        feature: _why(plan, feature, likely.get(feature), best)
+        for feature in sorted(plan.best_of)
         if feature not in has
     }
 
 
-def _why(plan: Plan, feature: str, candidate: Candidate, best: Compiled | None) -> str:
-    limit = plan.limit
+class _Likely(NamedTuple):
+    candidate: Candidate
+    seconds: float
+
+
+def _likely(plan: Plan) -> dict[str, _Likely]:
+    """The layout with each kind of choice that was not compiled, fits and is the fastest, as
+    predicted from those that were compiled."""
+    taken = {one.candidate.layout for one in plan.compiled}
+    # With those that are no candidates because others of their mesh are predicted to be faster.
+    rest = [one for one in plan.best_of.values() if one.layout not in taken]
+    left = [*plan.left(), *(one for one in rest if one.predicted.least_bytes <= plan.limit)]
+    if not left:
+        return {}
+    seconds, account = plan.refitted(left, "step").mean, plan.refitted(left, "account").mean
+    found = dict[str, _Likely]()
+    for at in np.argsort(seconds)[::-1]:
+        if account[at] <= math.log(plan.limit):
+            one = _Likely(left[at], math.exp(seconds[at]))
+            found |= dict.fromkeys(features_of(one.candidate.layout).values(), one)
+    return found
+
+
+def _why(plan: Plan, feature: str, likely: _Likely | None, best: Compiled | None) -> str:
     mine = [one for one in plan.compiled if feature in features_of(one.candidate.layout).values()]
-    fitting = sorted((one for one in mine if one.fits(limit)), key=lambda one: one.step or 0.0)
-    if fitting and best and best.step and fitting[0].step:
-        more = fitting[0].step / best.step - 1
-        return f"{more:+.1%} at best, compiled: {shown(fitting[0].candidate.layout, best)}"
+    if mine and not any(one.result for one in mine):
+        return f"does not compile: {mine[0].error}"
+    fitting = [(one.step, one) for one in mine if one.step and one.fits(plan.limit)]
+    step, fastest = min(fitting, key=lambda pair: pair[0], default=(math.inf, None))
+    if likely is not None and likely.seconds < (1 - WORTH) * step:
+        where = shown(likely.candidate.layout, best)
+        if best is None or best.step is None:
+            return f"about {likely.seconds:.3g} s, predicted: {where}"
+        return f"{likely.seconds / best.step - 1:+.1%}, predicted, not compiled: {where}"
+    if fastest is not None and best and best.step:
+        where = shown(fastest.candidate.layout, best)
+        return f"{step / best.step - 1:+.1%} at best, compiled: {where}"
+    limit = f"{plan.limit / 1e9:,.1f} GB"
     if large := [one for one in mine if one.result]:
         one = min(large, key=account_of)
-        needs = f"needs {account_of(one) / 1e9:,.1f} of {limit / 1e9:,.1f} GB"
-        return f"{needs}, compiled: {shown(one.candidate.layout, best)}"
-    if mine:
-        return f"does not compile: {mine[0].error}"
-    predicted, where = candidate.predicted, f": {shown(candidate.layout, best)}"
-    if predicted.least_bytes > limit:
-        return f"holds at least {predicted.least_bytes / 1e9:,.1f} of {limit / 1e9:,.1f} GB{where}"
-    if predicted.bytes > limit:
-        return f"about {predicted.bytes / 1e9:,.1f} of {limit / 1e9:,.1f} GB, predicted{where}"
-    if best is None:
-        return f"about {predicted.seconds:.3g} s, predicted{where}"
-    assert best.step is not None, "of one that fits"
-    seconds = math.exp(plan.refitted([candidate], "step").mean[0])
-    return f"{seconds / best.step - 1:+.1%}, predicted, not compiled{where}"
+        where = shown(one.candidate.layout, best)
+        return f"needs {account_of(one) / 1e9:,.1f} of {limit}, compiled: {where}"
+    predicted, layout = plan.best_of[feature].predicted, plan.best_of[feature].layout
+    if predicted.least_bytes > plan.limit:
+        least = f"holds at least {predicted.least_bytes / 1e9:,.1f} of {limit}"
+        return f"{least}: {shown(layout, best)}"
+    return f"about {predicted.bytes / 1e9:,.1f} of {limit}, predicted: {shown(layout, best)}"
 
 
 def shown(layout: Layout, best: Compiled | None) -> str:

@@ -36,7 +36,7 @@ def run_plan(
     if twice := [name for at, name in enumerate(named) if name in named[:at]]:
         raise InputError(f"--what-if {twice[0]} is named twice; name each platform once")
     costing = Costing(chips.prices, None)
-    all_asked = [Asked.of(config, chosen, name, costing) for name in named]
+    all_asked = [Asked.of(config, chosen, name, costing, chips.limit) for name in named]
     costing.check([one.platform for one in all_asked], of_function=False)
     for asked in all_asked:
         asked.platform.devices(0)  # a compiler that is missing is said before anything is listed
@@ -74,6 +74,7 @@ def _planned(asked: Asked, spending: Spending, json_path: str | None, say: Progr
     def compile(layout: Layout) -> Measurement:
         return asked.costing.of(compiler(layout))
 
+    plan.recall(compiler.tried(), known)
     budget = Budget(time.monotonic() + seconds)
     with shown_if_interrupted(lambda: plan_view(asked, plan), json_path) as draw:
         search(plan, compile, known, effort, budget, seen=draw)
@@ -99,6 +100,7 @@ def _of_platform(asked: Asked, plan: Plan) -> dict[str, Any]:
         "refused": dict(refusals(plan)),
         "fell_out": fallen(plan),
         "best": best and _row(plan, best),
+        "ended_by": plan.ended or None,
         "compiled": [_row(plan, one) for one in plan.compiled],
         "paste": best and " ".join(asked.words(best.candidate.layout)),
     }

@@ -8,10 +8,10 @@ expected to save the most time, counted by how likely it fits.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -77,6 +77,7 @@ class Plan:
     - `candidates`: the others, best predicted first.
     - `best_of`: the best predicted layout with each feature, whether it is a candidate or not.
     - `compiled`: in the order in which they were compiled.
+    - `ended`: what ended the search before it was done: `time` or `compiles`.
     """
 
     space: Space
@@ -90,6 +91,7 @@ class Plan:
     best_of: dict[str, Candidate] = field(default_factory=dict)
     compiled: list[Compiled] = field(default_factory=list)
     running: list[Candidate] = field(default_factory=list)
+    ended: Literal["", "time", "compiles"] = ""
 
     def fill(self) -> None:
         """Lists the candidates. Raises InputError where there is no layout, or none can fit."""
@@ -137,10 +139,11 @@ class Plan:
             raise InputError(f"no mesh of {self.space.devices} devices: {reasons.get(rule, '')}")
         if not self.candidates:
             least = min(one.predicted.least_bytes for one in self.best_of.values())
+            is_half = self.space.config.model.param_dtype != "float32"
             raise InputError(
                 f"no layout fits: the state alone needs {least / 1e9:,.1f} GB of the "
-                f"{self.limit / 1e9:,.1f} GB of a device; take more devices, or "
-                "--set model.param_dtype=bfloat16"
+                f"{self.limit / 1e9:,.1f} GB of a device; take more devices"
+                + ("" if is_half else ", or --set model.param_dtype=bfloat16")
             )
 
     @property
@@ -163,9 +166,7 @@ class Plan:
 
     def next(self) -> Candidate | None:
         """What is worth the next compile; None where nothing is."""
-        taken = {one.candidate.layout for one in self.compiled}
-        taken |= {one.layout for one in self.running}
-        left = [one for one in self.candidates if one.layout not in taken]
+        left = self.left()
         if not left:
             return None
         seconds, account = self.refitted(left, "step"), self.refitted(left, "account")
@@ -182,6 +183,27 @@ class Plan:
         gain = chance * seconds.deviation * (distance * _normal(distance) + density)
         at = int(np.argmax(gain))
         return left[at] if float(gain[at]) > WORTH else None
+
+    def left(self) -> list[Candidate]:
+        """The candidates that were not compiled and are not running."""
+        taken = {one.candidate.layout for one in self.compiled}
+        taken |= {one.layout for one in self.running}
+        return [one for one in self.candidates if one.layout not in taken]
+
+    def recall(
+        self, tried: Mapping[str, str], known: Callable[[Layout], Measurement | None]
+    ) -> None:
+        """Takes up what earlier plans compiled.
+
+        - `tried`: layouts as text, and why one has no program.
+        - `known`: gives the measurement of a layout that has one.
+        """
+        for one in self.candidates:
+            if (why := tried.get(str(one.layout))) is None:
+                continue
+            result = None if why else known(one.layout)
+            if why or result is not None:
+                self.compiled.append(Compiled(one, result, why))
 
     def _likely_to_compile(self, left: list[Candidate]) -> Float[np.ndarray, "layouts"]:
         """By how many of a kind did: what took too long would again, with another option."""
@@ -314,19 +336,21 @@ def search(
         while True:
             while len(running) < budget.at_once and budget.left > 0:
                 if (one := plan.next()) is None:
+                    plan.ended = ""
                     break
                 if (found := known(one.layout)) is not None:
                     plan.compiled.append(Compiled(one, found))
                     seen()
                     continue
                 if effort.left < 1:
+                    plan.ended = "compiles"
                     break
                 plan.running.append(one)
                 running[pool.submit(_made, one, compile, effort)] = one
-            if not running:
-                return
             if budget.left <= 0:
+                plan.ended = "time"
                 end_all()
+            if not running or budget.left <= 0:
                 return
             _take(plan, running, budget, effort.say)
             seen()

@@ -8,11 +8,12 @@ from rich.text import Text
 from nnx_pipeline.experiments.plan.asked import Asked
 from nnx_pipeline.experiments.plan.fallen import fallen, refusals
 from nnx_pipeline.experiments.plan.layouts import Layout, loop_of
-from nnx_pipeline.experiments.plan.search import Compiled, Plan
+from nnx_pipeline.experiments.plan.search import WORTH, Compiled, Plan
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.view.figures import DASH, estimated, most, sign
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
 from nnx_pipeline.lab._timing.rate import TRILLION
+from nnx_pipeline.lab._timing.result import Time
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import counted
 
@@ -127,6 +128,10 @@ def _counts(plan: Plan) -> Iterator[Remark]:
         kinds = [f"{layout.experts} experts"] if plan.space.config.model.num_experts > 1 else []
         what = ", ".join([*kinds, f"{layout.attention} attention"])
         yield Remark(f"→ with {what}; * on the frontier: none that fits is smaller and faster")
+        if best.result and best.result.price:
+            yield Remark(f"→ 10¹² tokens cost {_cost(best)}")
+        if unlike := _whole_estimate(plan):
+            yield Remark(unlike)
     refused, made = sum(plan.listed.refused.values()), len(plan.compiled)
     earlier = sum(bool(one.result and one.result.measured) for one in plan.compiled)
     yield Remark(
@@ -134,10 +139,36 @@ def _counts(plan: Plan) -> Iterator[Remark]:
         f"cannot fit, {plan.too_slow:,} are predicted too slow, {len(plan.candidates):,} are left; "
         f"{made} compiled, {earlier} of them earlier"
     )
+    yield Remark(_end(plan))
     if refused:
         yield Remark(f"{refused:,} meshes with a schedule that the config refuses, such as:")
     for reason, number in refusals(plan).most_common():
         yield Remark(f"  {number:,}: {reason.partition(';')[0]}")
+
+
+def _whole_estimate(plan: Plan) -> str:
+    """What to know where the best is a lower bound, and others are not."""
+    whole = next((one for one in plan.fitting() if not sign(_time(one))), None)
+    if plan.best is None or not sign(_time(plan.best)) or whole is None:
+        return ""
+    step = estimated(_time(whole), "step_seconds")
+    return f"→ counts kernels with the least; the fastest that has none: {step} ms, " + str(
+        whole.candidate.layout
+    )
+
+
+def _time(one: Compiled) -> Time | None:
+    return one.result.time if one.result else None
+
+
+def _end(plan: Plan) -> str:
+    if plan.ended == "time":
+        return "the time is over: with more --minutes a faster one may be found"
+    if plan.ended == "compiles":
+        return "all compiles are used up: with a larger --most a faster one may be found"
+    if plan.running:
+        return "interrupted"
+    return f"no other layout is expected to save {WORTH:.1%} of the step"
 
 
 def _reasons(plan: Plan) -> Iterator[Remark]:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chips:
-    """`--platform`, what else to plan for, and `--price`."""
+    """`--platform`, what else to plan for, `--price`, and `--limit` of a device's memory."""
 
     platform: str
     others: tuple[str, ...]
     prices: tuple[str, ...]
+    limit: str
 
     @property
     def platforms(self) -> tuple[str, ...]:

@@ -58,6 +58,16 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "json_path", metavar="PATH", help=text)(command)
 
 
+def memory_limit_option(command: Command) -> Command:
+    return click.option(
+        "--limit",
+        default="100%",
+        show_default=True,
+        metavar="SHARE|BYTES",
+        help="What may be used of a device: 95% of its memory, 76GB or 70GiB.",
+    )(command)
+
+
 top_option = click.option(
     "--top",
     type=COUNT,

@@ -91,13 +91,7 @@ class Wanted:
         "batch=1..512 or batch=8..512:8, or a config field of a preset. With remat the fastest "
         "program is found.",
     ),
-    click.option(
-        "--limit",
-        default="100%",
-        show_default=True,
-        metavar="SHARE|BYTES",
-        help="What may be used of a device: 95% of its memory, 76GB or 70GiB.",
-    ),
+    options.memory_limit_option,
 )
 @options.json_option
 def fit_command(
