@@ -91,10 +91,10 @@ def main() -> None:
         for layers in (1, 2, 4, 8, 16):
             config = config_of(4 * layers, 16, num_microbatches=8, **pipeline)
             deep.add(str(layers), config, "stage=4,fsdp=2", SLICE)
-            if layers == 8:
+            if 1 < layers <= config.pipeline.unrolled_layers:
                 looped = dataclasses.replace(config.pipeline, unrolled_layers=1)
                 config = dataclasses.replace(config, pipeline=looped)
-                deep.add("8 in a loop", config, "stage=4,fsdp=2", SLICE)
+                deep.add(f"{layers} in a loop", config, "stage=4,fsdp=2", SLICE)
         tables.append(deep)
     text = "# Compiling more stages, repeats and layers\n\n"
     text += "Made by `python benchmarks/compile_scale.py`; MB (10⁶ bytes) per device.\n\n"
