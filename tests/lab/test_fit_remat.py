@@ -1,10 +1,22 @@
 """`fit --over remat`: the fastest program within a limit, what to write, and what is refused."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import Run
+
+from nnx_pipeline import lab
+from nnx_pipeline.lab._report.kept import kept_view
+from nnx_pipeline.lab._report.output import as_text
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.search.cheapest import Point, Search
+from nnx_pipeline.lab.search.choices import Kind, Space
+from nnx_pipeline.lab.search.kept import Kept
+from nnx_pipeline.lab.search.over import MemoryLimit
 
 OWN = """
 import jax, jax.numpy as jnp
@@ -107,3 +119,25 @@ def test_the_fastest_within_a_limit(run: Run) -> None:
         r"[\d.]+ MB more",
         none.err.splitlines()[-1],
     )
+
+
+def compiled() -> Measurement:
+    """Of 4,000 bytes of arguments; by a compiler that says nothing of the time."""
+    return lab.measure(jnp.tanh, jax.ShapeDtypeStruct((1000,), "float32"), platform="cpu")
+
+
+def searched(limit: int, *names: str) -> Kept:
+    space = Space(tuple(map(Kind, names)))
+    most = MemoryLimit(bytes=limit, share=None, device_bytes=None)
+    kept = Kept(space, most, "cpu", paste=" ".join)
+    kept.search = Search(space, lambda choice: Point(choice))
+    return kept
+
+
+def test_only_options_that_it_has_are_named() -> None:
+    kept = searched(10**6, "inner")
+    kept.search.points = [Point(kept.space.least, 8_000, 1e-3)]
+    kept.results = {kept.space.least: dataclasses.replace(compiled(), measured="2026-11-30")}
+    shown = as_text(kept_view("", kept))
+    assert "1 of them taken from earlier runs" in shown
+    assert "--fresh" not in shown

@@ -1,6 +1,5 @@
 """The largest number with which a program fits: each value that was compiled, and the proof."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -34,9 +33,7 @@ def largest_view(title: str, found: Largest) -> RenderableType:
     for one in found.rows:
         table.add_row(*_cells(one, found.limit.bytes))
     best = found.tried[found.value].result if found.value is not None else None
-    closing = (
-        closing_remarks([dataclasses.replace(best, measured=None)], hint=False) if best else []
-    )
+    closing = closing_remarks([best], hint=False) if best else []
     return Group(table, *texts([*_remarks(found), *closing]))
 
 
