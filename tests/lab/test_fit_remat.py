@@ -13,9 +13,11 @@ from nnx_pipeline import lab
 from nnx_pipeline.lab._report.kept import kept_view
 from nnx_pipeline.lab._report.output import as_text
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.search.cheapest import Point, Search
 from nnx_pipeline.lab.search.choices import Kind, Space
-from nnx_pipeline.lab.search.kept import Kept
+from nnx_pipeline.lab.search.effort import Effort
+from nnx_pipeline.lab.search.kept import Kept, find_fastest
 from nnx_pipeline.lab.search.over import MemoryLimit
 
 OWN = """
@@ -95,7 +97,7 @@ def test_the_fastest_within_a_limit(run: Run) -> None:
     # From one line, which is part of what a program is known by.
     first, again, none = (
         run(*FIT, *TPU, *more)
-        for more in (("--json", "found.json"), ("--json", "-"), ("--limit", "1kB"))
+        for more in (("--json", "found.json"), ("--json", "-"), ("--limit", "2MB"))
     )
     assert first.code == 0, first.err
     assert "4 compiles at most; how long one takes is not known yet" in first.err
@@ -141,3 +143,11 @@ def test_only_options_that_it_has_are_named() -> None:
     shown = as_text(kept_view("", kept))
     assert "1 of them taken from earlier runs" in shown
     assert "--fresh" not in shown
+
+
+def test_a_limit_below_the_arguments_takes_one_compile() -> None:
+    kept = searched(3_000, "one", "two", "three")
+    effort = Effort(what="", most=0)
+    with pytest.raises(InputError, match=r"0\.003 MB is below the arguments, 0\.004 MB"):
+        find_fastest(kept, lambda choice: compiled(), effort)
+    assert effort.tried == 1

@@ -128,7 +128,7 @@ def find_largest(
     def size_of(value: int) -> float | None:
         one = found.tried[value] = _tried(value, limit, make, effort, over)
         if value == over.values[0] and one.result:
-            _check_arguments(one.result, over, limit)
+            check_arguments(one.result, limit, over.at(value))
         seen()
         if one.fits is None:
             if value == over.values[0] or len(found.passed_over) > MOST_PASSED_OVER:
@@ -163,11 +163,13 @@ def _tried(
     return Tried(value=value, fits=is_within, needed_bytes=needed, result=result)
 
 
-def _check_arguments(lowest: Measurement, over: Over, limit: MemoryLimit) -> None:
-    arguments = lowest.memory.argument_bytes
+def check_arguments(first: Measurement, limit: MemoryLimit, what: str) -> None:
+    """Raises InputError for a limit that no other program can be within: the arguments of the first
+    one, which is `what`, are above it."""
+    arguments = first.memory.argument_bytes
     if arguments > limit.bytes:
         raise InputError(
             f"the limit of {limit.bytes / 1e6:,.5g} MB is below the arguments, "
-            f"{arguments / 1e6:,.5g} MB with {over.at(over.values[0])}; give a higher limit, or "
+            f"{arguments / 1e6:,.5g} MB with {what}; give a higher limit, or "
             "divide them over more devices"
         )
