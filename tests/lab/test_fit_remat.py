@@ -15,8 +15,8 @@ from nnx_pipeline.lab._report.output import as_text
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.search.cheapest import Point, Search
-from nnx_pipeline.lab.search.choices import Kind, Space
-from nnx_pipeline.lab.search.effort import Effort
+from nnx_pipeline.lab.search.choices import Choice, Kind, Space
+from nnx_pipeline.lab.search.effort import Effort, Spent
 from nnx_pipeline.lab.search.kept import Kept, find_fastest
 from nnx_pipeline.lab.search.over import MemoryLimit
 
@@ -151,3 +151,22 @@ def test_a_limit_below_the_arguments_takes_one_compile() -> None:
     with pytest.raises(InputError, match=r"0\.003 MB is below the arguments, 0\.004 MB"):
         find_fastest(kept, lambda choice: compiled(), effort)
     assert effort.tried == 1
+
+
+def test_it_says_why_it_ended() -> None:
+    kept = searched(10**6, "one", "two", "three")
+    left = [*range(4)]
+
+    def step(choice: Choice) -> Point:
+        if not left:
+            raise Spent("no compile is left")
+        return Point(choice, 8_000, 1e-3 * left.pop())
+
+    kept.search = Search(kept.space, step)
+    kept.results = dict.fromkeys(kept.space.listed(), compiled())
+    assert "the search is not finished" in as_text(kept_view("", kept))
+    kept.search.run([10**6])
+    assert "all 4 compiles that it announced are used up: a choice" in as_text(kept_view("", kept))
+    left += range(8)
+    kept.search.run([10**6])
+    assert "used up" not in as_text(kept_view("", kept))

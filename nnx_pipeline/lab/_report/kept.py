@@ -60,6 +60,14 @@ def _remarks(kept: Kept, chosen: Point | None) -> Iterator[Remark]:
     made, size = counted(len(kept.search.points), "compile"), kept.space.size()
     earlier = sum(bool(one.measured) for one in kept.results.values())
     yield Remark(f"{made} of {size:,} choices, {earlier} of them taken from earlier runs")
+    if kept.search.ended == "spent":
+        yield Remark(
+            f"all {made} that it announced are used up: a choice that was not compiled may be "
+            "faster",
+            "warning",
+        )
+    elif kept.search.ended is None:
+        yield Remark("the search is not finished", "warning")
     for point in kept.search.points:
         if point.error:
             yield Remark(f"{kept.said(point.choice)} failed: {point.error}", "warning")

@@ -56,6 +56,7 @@ class Kept:
             "choices": self.space.size(),
             "compiles": sum(not one.measured for one in self.results.values())
             + sum(bool(one.error) for one in self.search.points),
+            "ended": self.search.ended,
             "fastest": fastest and self._row(fastest),
             "frontier": [self._row(point) for point in frontier],
             "compiled": [self._row(point) for point in self.search.points],
