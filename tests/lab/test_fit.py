@@ -43,6 +43,12 @@ def eights(rows):
 def fours(x):
     return x.reshape(4, -1, 64).sum(0) @ x.T
 
+def number(rows):
+    return inputs(), rows
+
+def scaled(x, number):
+    return x * number
+
 def odd(x):
     if x.shape[0] in (900, 901):
         raise RuntimeError("a kernel for this is missing")
@@ -149,6 +155,7 @@ def test_what_is_refused_is_one_line(run: Run, words: str) -> None:
         ("own.py:f --inputs own.py:nothing", 2, "takes no 'rows'; write def nothing.rows.:"),
         ("own.py:f --inputs own.py:eights", 2, "not in tiles .*; write --over rows=8..96:8"),
         ("own.py:fours --inputs own.py:inputs", 1, "cannot reshape .*; write --over rows=4..96:4"),
+        ("own.py:scaled --inputs own.py:number", 2, "rows=1 and rows=99 need the same memory"),
         ("own.py:f", 2, "needs --inputs MODULE:FUNCTION, a function that takes rows"),
         ("tiny", 2, "there is no config field 'rows'; choose one of: model.vocab_size"),
     ],
