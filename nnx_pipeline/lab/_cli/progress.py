@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._files import say
+from nnx_pipeline.lab._files import Lasting, say
 from nnx_pipeline.lab._report.output import Screen, as_text
 from nnx_pipeline.lab.errors import printable
 
@@ -35,7 +35,14 @@ def progress() -> Iterator[Callable[[str], None]]:
             )
             with rich.progress.Progress(*columns, console=console, transient=True) as shown:
                 task = shown.add_task("starting", total=None)
-                yield lambda text: shown.update(task, description=printable(text))
+
+                def tell(text: str) -> None:
+                    if isinstance(text, Lasting):
+                        console.print(text, highlight=False)
+                    else:
+                        shown.update(task, description=printable(text))
+
+                yield tell
         else:
             yield lambda text: say(f"{_time(time.monotonic() - began)} {text}")
 
