@@ -263,7 +263,7 @@ def slowly(*arguments, **options):
     return real(*arguments, **options)
 fitted.measure = slowly
 {script("nnx_pipeline")}"""
-    words = (*FIT, "--over", OVER, "--limit", LIMIT)
+    words = (*FIT, "--over", OVER, "--limit", LIMIT, "--json", "x.json")
     environment = {"stdout": subprocess.PIPE}
     with started(tmp_path, code, *words, **environment) as process:
         for line in process.stderr:
@@ -275,6 +275,9 @@ fitted.measure = slowly
     assert "run the same command again to continue" in err.splitlines()[-1]
     assert "so far rows=" in out
     assert "the search is not finished" in out
+    answer = json.loads((tmp_path / "x.json").read_text())
+    assert answer["ended"] is None
+    assert len(answer["tried"]) >= 2
 
 
 def test_the_json_is_whole(run: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._report.largest import largest_view, verdict
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.output import emit_json, json_files, show
 from nnx_pipeline.lab.api import measure, traced_call
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile._functions import find_function
@@ -156,7 +156,11 @@ def run_fit(asked: Asked, limit: MemoryLimit, json_path: str | None) -> None:
         effort = Effort(what=what, most=0, cache=Cache.of_user(), say=say)
         if effort.cache.folder is not None:
             ending.add_note(ending.GOES_ON)
-        with shown_if_interrupted(lambda: largest_view(title, found), json_path) as draw:
+        with shown_if_interrupted(
+            lambda: largest_view(title, found),
+            json_path,
+            lambda: json_files(json_path, found.to_json()),
+        ) as draw:
             try:
                 find_largest(found, asked.measure, effort, draw)
             except NotUsable as error:

@@ -101,6 +101,7 @@ class Largest:
             "limit": self.limit.to_json(),
             "largest": self.value,
             "too_large": self.too_large,
+            "ended": "done" if self.bracket else None,
             "compiles": sum(not (one.result and one.result.measured) for one in self.rows),
             "tried": [one.to_json() for one in self.rows],
         }
