@@ -46,6 +46,11 @@ def fours(x):
 def number(rows):
     return inputs(), rows
 
+def some(rows):
+    if rows in (900, 905):
+        raise ValueError("there are no data of this size")
+    return inputs(rows)
+
 def scaled(x, number):
     return x * number
 
@@ -192,6 +197,17 @@ def test_what_does_not_compile_is_passed_over(run: Run) -> None:
     assert "passed over: rows=900: RuntimeError: a kernel for this is missing" in " ".join(
         low.out.split()
     )
+
+
+def test_a_value_for_which_the_inputs_raise_is_passed_over(run: Run) -> None:
+    """Wherever it is but at the beginning, as one for which the function itself does."""
+    words = ("fit", "own.py:f", "--inputs", "own.py:some", *FIT[4:], "--over", "rows=899..905")
+    for limit, said in (("20MB", "905"), ("3.7MB", "900")):
+        done = run(*words, "--limit", limit)
+        assert done.code == 0, done.err
+        assert f"passed over: rows={said}: own.py:some raised ValueError" in done.out
+    low = run(*words[:-1], "rows=900..905", "--limit", "20MB")
+    assert (low.code, "rows=900 cannot be used: own.py:some raised" in low.err) == (2, True)
 
 
 def limited(size: int) -> MemoryLimit:

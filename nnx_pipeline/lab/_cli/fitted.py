@@ -57,16 +57,12 @@ class Asked:
             raise InputError(f"{subject.inputs.inputs} raised {described(error)}") from error
 
     def check(self) -> None:
-        """Raises InputError where the ends of the range cannot be used, and for a function of
-        `--inputs` that does not take the number or makes nothing of it."""
+        """Raises InputError where the lowest value cannot be used, where the highest cannot and a
+        step is seen, and for a function of `--inputs` that does not take the number or makes
+        nothing of it."""
         ends = [*dict.fromkeys((self.over.values[0], self.over.values[-1]))]
         self._check_name()
-        kinds = []
-        for value in ends:
-            try:
-                kinds.append(self._kind(value))
-            except InputError as error:
-                raise InputError(self.refusal(value, str(error))) from error
+        kinds = [self._kind_of_end(value) for value in ends]
         if len(kinds) == 2 and kinds[0] == kinds[1]:
             raise InputError(
                 f"--over {self.over}: {self.subject.inputs.inputs} returns the same arguments for "
@@ -103,6 +99,16 @@ class Asked:
             )
             raise InputError(f"--over {self.over}: {inputs} takes no {name!r}; {cure}")
 
+    def _kind_of_end(self, value: int) -> object:
+        """As `_kind`; None for a highest value that the search passes over."""
+        try:
+            return self._kind(value)
+        except InputError as error:
+            steps = self.steps()
+            if steps is None and value != self.over.values[0]:
+                return None
+            raise InputError(self.refusal(value, str(error), steps)) from error
+
     def _kind(self, value: int) -> object:
         """What differs between values that make other programs; raises InputError."""
         if isinstance(mesh := self.subject.mesh, MeshConfig):
@@ -110,8 +116,12 @@ class Asked:
         leaves, tree = jax.tree.flatten(self.arguments_at(value)[1])
         return tree, [kind_of(one) if hasattr(one, "shape") else repr(one) for one in leaves]
 
-    def refusal(self, value: int, why: str) -> str:
-        """Why a value cannot be used, and the step to use where one is seen."""
+    def refusal(self, value: int, why: str, steps: Over | None) -> str:
+        cure = f"; write --over {steps}" if steps else ""
+        return f"{self.over.at(value)} cannot be used: {why}{cure}"
+
+    def steps(self) -> Over | None:
+        """The values that can be used, where they are in steps."""
         until = time.monotonic() + _PATIENCE
 
         def is_usable(other: int) -> bool:
@@ -119,9 +129,7 @@ class Asked:
                 raise StopIteration
             return self._is_traced(other)
 
-        steps = self.over.in_steps(is_usable)
-        cure = f"; write --over {steps}" if steps else ""
-        return f"{self.over.at(value)} cannot be used: {why}{cure}"
+        return self.over.in_steps(is_usable)
 
     def _is_traced(self, value: int) -> bool:
         try:
@@ -169,7 +177,7 @@ def run_fit(asked: Asked, limit: MemoryLimit, json_path: str | None) -> None:
         show(largest_view(title, found), json_path=json_path)
         emit_json(json_path, found.to_json())
     if stopped:
-        line = asked.refusal(stopped.value, str(stopped))
+        line = asked.refusal(stopped.value, str(stopped), asked.steps())
         raise InputError(line) if isinstance(stopped.__cause__, InputError) else Failed(line)
     if found.value is None:
         raise Failed(verdict(found))

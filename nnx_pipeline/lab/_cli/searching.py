@@ -117,8 +117,8 @@ def fit_command(
     both were compiled. Where memory does not grow with the number, a larger one may fit too.
 
     Before it starts it says how many compiles may come. Ctrl-C shows what there is so far. Programs
-    are kept, so that the same command goes on from there. A value that does not compile is passed
-    over, up to three of them. For NVIDIA and AMD the program is compiled with matrix products by
+    are kept, so that the same command goes on from there. A value that fails is passed over, up to
+    three of them; LOW may not. For NVIDIA and AMD the program is compiled with matrix products by
     Triton, unless --gemm chooses the other library. Exit 1 when LOW does not fit.
 
     With --over remat it finds what the backward pass is to keep, compute again or offload to the

@@ -23,7 +23,7 @@ class Tried:
     - `fits`: whether it is within the limit; None for a value that did not compile.
     - `needed_bytes`: what must fit: the account, or what the compiler named when it refused the
       program; None where it named nothing.
-    - `error`: why there is no result.
+    - `error`: why there is no result; `raised`: what said so.
     """
 
     value: int
@@ -31,6 +31,7 @@ class Tried:
     needed_bytes: int | None = None
     result: Measurement | None = None
     error: str = ""
+    raised: Exception | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -120,8 +121,8 @@ def find_largest(
     - `seen`: called after each value.
 
     Raises InputError for a limit below the arguments of the lowest value, and for a number on which
-    no figure depends, NotUsable for a value
-    that does not compile, once the lowest or too many do not, and InputError as `make`.
+    no figure depends; NotUsable for a value that does not compile, or of which `make` raises, once
+    the lowest or too many do.
     """
     over, limit = found.over, found.limit
     effort.most = most_sizes(over.values)
@@ -134,7 +135,7 @@ def find_largest(
         seen()
         if one.fits is None:
             if value == over.values[0] or len(found.passed_over) > MOST_PASSED_OVER:
-                raise NotUsable(value, one.error)
+                raise NotUsable(value, one.error) from one.raised
             effort.say(f"{over.at(value)} is passed over: {one.error}")
             effort.most += 1
             return None
@@ -154,13 +155,11 @@ def _tried(
 ) -> Tried:
     try:
         result = effort.measure(over.at(value), lambda: make(value))
-    except InputError as error:
-        raise NotUsable(value, str(error)) from error
     except Exception as error:  # a program may break any compiler in any way
         fits = False if is_too_large(error) else None
-        return Tried(
-            value=value, fits=fits, needed_bytes=bytes_needed(error), error=described(error)
-        )
+        why = str(error) if isinstance(error, InputError) else described(error)
+        needed_bytes = bytes_needed(error)
+        return Tried(value=value, fits=fits, needed_bytes=needed_bytes, error=why, raised=error)
     needed = result.needed_bytes
     is_within = needed <= limit.bytes and not result.is_refused
     return Tried(value=value, fits=is_within, needed_bytes=needed, result=result)
