@@ -134,6 +134,8 @@ REFUSED = {
     "--over rows=1..1000000000 --limit 1MB": "more than 1,000,000; give a step, such as rows=1..",
     "--over row=1..9 --limit 1MB": "takes no 'row'; did you mean 'rows'?",
     "--over rows=1..9": "the memory of a device of cpu is not known; give bytes",
+    "--over rows=1..9 --over rows=1..5 --limit 1MB": "--over rows=1..9 --over rows=1..5: fit "
+    "searches one thing; give it once",
     "--over rows=1..9 --limit many": "is no limit of memory; write 95% of a device, or 76GB",
     "--over rows=1..9 --limit 0GB": "leaves nothing",
     "--over rows=1..9 --limit 20ms": "is no limit of memory",
@@ -208,6 +210,12 @@ def test_a_value_for_which_the_inputs_raise_is_passed_over(run: Run) -> None:
         assert f"passed over: rows={said}: own.py:some raised ValueError" in done.out
     low = run(*words[:-1], "rows=900..905", "--limit", "20MB")
     assert (low.code, "rows=900 cannot be used: own.py:some raised" in low.err) == (2, True)
+
+
+def test_its_help_names_the_matrix_products_that_it_takes(run: Run) -> None:
+    shown = " ".join(run("fit", "--help").out.split())
+    assert "--gemm triton|cublas What computes" in shown
+    assert "here the default is triton" in shown
 
 
 def limited(size: int) -> MemoryLimit:

@@ -26,7 +26,7 @@ REMAT = "remat"  # what --over names where what is kept is searched
 @click.argument("good")
 @click.argument("bad")
 @subject_options
-@options.target_options()
+@options.target_options(by_one=True)
 @click.option(
     "--limit",
     metavar="[FIGURE=]VALUE",
@@ -65,7 +65,7 @@ def bisect_command(
 
 @dataclass(frozen=True)
 class Wanted:
-    over: str
+    over: tuple[str, ...]
     limit: str
 
 
@@ -79,13 +79,14 @@ class Wanted:
     "fit mixtral-small --mesh stage=4,fsdp=2 --over remat --limit 300MB --platform tpu:v5p:2x2x2",
 )
 @subject_options
-@options.target_options()
+@options.target_options(by_one=True)
 @options.bundled(
     "wanted",
     Wanted,
     click.option(
         "--over",
         required=True,
+        multiple=True,
         metavar="NAME=LOW..HIGH[:STEP]|remat",
         help="The number and its values: a parameter of the function of --inputs, such as "
         "batch=1..512 or batch=8..512:8, or a config field of a preset. With remat the fastest "
@@ -127,7 +128,13 @@ def fit_command(
     so far chooses what is compiled next. It shows the frontier, memory against time, and what to
     write.
     """
-    values = None if wanted.over == REMAT else Over.parse(wanted.over)
+    over, *others = wanted.over
+    if others:
+        raise InputError(
+            f"--over {over} --over {others[0]}: fit searches one thing; give it once, and set the "
+            "other one with --set, or in the function of --inputs"
+        )
+    values = None if over == REMAT else Over.parse(over)
     is_whole = values is None
     subject = subject_of(name, chosen, inputs, target.mesh, target.dcn, is_whole=is_whole)
     from nnx_pipeline.lab._report.output import check_writable
