@@ -10,7 +10,7 @@ import pytest
 from helpers import Run
 
 from nnx_pipeline import lab
-from nnx_pipeline.lab._report.kept import kept_view
+from nnx_pipeline.lab._report.kept import kept_view, nothing_fits
 from nnx_pipeline.lab._report.output import as_text
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import InputError
@@ -170,3 +170,10 @@ def test_it_says_why_it_ended() -> None:
     left += range(8)
     kept.search.run([10**6])
     assert "used up" not in as_text(kept_view("", kept))
+
+
+def test_a_limit_that_is_just_below_is_shown_so() -> None:
+    kept = searched(10**6, "inner")
+    kept.search.points = [Point(kept.space.least, 1_010_000, 1e-3)]
+    assert "the limit of 1.00 MB is below" in nothing_fits(kept)
+    assert "everything computed again needs 1.01, 0.01 MB more" in nothing_fits(kept)

@@ -57,11 +57,13 @@ class Asked:
             raise InputError(f"{subject.inputs.inputs} raised {described(error)}") from error
 
     def check(self) -> None:
-        """Raises InputError where the lowest value cannot be used, where the highest cannot and a
-        step is seen, and for a function of `--inputs` that does not take the number or makes
-        nothing of it."""
+        """Raises InputError where a function is not found, where the lowest value cannot be used,
+        where the highest cannot and a step is seen, and for a function of `--inputs` that does not
+        take the number or makes nothing of it."""
         ends = [*dict.fromkeys((self.over.values[0], self.over.values[-1]))]
         self._check_name()
+        if self.subject.config is None:
+            find_function(self.subject.name)
         kinds = [self._kind_of_end(value) for value in ends]
         if len(kinds) == 2 and kinds[0] == kinds[1]:
             raise InputError(
@@ -88,8 +90,9 @@ class Asked:
                 f"--over {self.over} needs --inputs MODULE:FUNCTION, a function that takes "
                 f"{name} and returns the arguments"
             )
+        function = find_function(inputs)
         try:
-            given = inspect.signature(find_function(inputs)).parameters
+            given = inspect.signature(function).parameters
         except ValueError:
             return  # it has no signature that Python knows
         takes_any = any(one.kind is one.VAR_KEYWORD for one in given.values())
