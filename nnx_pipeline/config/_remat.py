@@ -140,6 +140,11 @@ def remat_of(text: str) -> Remat:
 
     Raises InputError for an unknown policy, and for names that cannot be kept or offloaded.
     """
+    if isinstance(text, str) and text.partition(":")[0] == "auto":
+        raise InputError(
+            f"pipeline.remat={text}: what to keep is named here, not searched; nnx-pipeline fit … "
+            f"--over remat --limit {text.partition(':')[2] or '80GB'} finds it"
+        )
     if not isinstance(text, str) or ":" not in text:
         one_of("remat", text, POLICIES)
         return POLICIES[text]

@@ -154,6 +154,13 @@ def test_one_value_that_is_too_large_is_no_end() -> None:
     assert searched(range(1, 6), limit, bumped)[0] == (4, 5), "nothing is above it"
 
 
+def test_equal_sizes_take_few() -> None:
+    found, sizes = searched(range(1, 641), 12.0, lambda n: 5.0)
+    assert (found, [*sizes]) == ((640, None), [1, 2, 321, 640])
+    found, sizes = searched(range(1, 641), 12.0, lambda n: 5.0 if n < 50 else 20.0)
+    assert found == (49, 50)
+
+
 def test_sizes_in_tiles_take_fewer_than_a_bisection() -> None:
     values = range(1, 1025)
     counts = []

@@ -12,6 +12,7 @@ import pytest
 from helpers import user_environment
 
 from nnx_pipeline import lab
+from nnx_pipeline.lab._cli.progress import progress
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.measure import Measurement, kept_in
 from nnx_pipeline.lab.search.effort import Effort, Spent
@@ -52,6 +53,21 @@ def test_it_says_what_may_come_and_goes_on_where_it_was(tmp_path: Path) -> None:
     other = Effort(what="another", most=1, cache=Cache(tmp_path), say=said.append)
     other.begin()
     assert "not known yet" in said[-1]
+
+
+def test_what_may_come_stays_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Above the line that tells what is done, which the next one takes the place of."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress() as say:
+        Effort(what="product", most=3, say=say).begin()
+        say("1 of at most 3: rows=8")
+    erased = "\x1b[2K"
+    assert f"{erased}3 compiles at most; how long one takes is not known yet\n" in (
+        capsys.readouterr().err
+    )
 
 
 def test_no_compile_beyond_what_was_said() -> None:

@@ -12,12 +12,14 @@ import pytest
 from helpers import LONGEST, Run, script, started
 
 from nnx_pipeline import lab
+from nnx_pipeline.lab._report.largest import largest_view
+from nnx_pipeline.lab._report.output import as_text
 from nnx_pipeline.lab.compile._compiler import bytes_needed, is_too_large
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.search.effort import Effort
-from nnx_pipeline.lab.search.largest import Largest, NotUsable, find_largest
+from nnx_pipeline.lab.search.largest import Largest, NotUsable, Tried, find_largest
 from nnx_pipeline.lab.search.over import MemoryLimit, Over
 
 OWN = """
@@ -42,6 +44,17 @@ def eights(rows):
 
 def fours(x):
     return x.reshape(4, -1, 64).sum(0) @ x.T
+
+def number(rows):
+    return inputs(), rows
+
+def some(rows):
+    if rows in (900, 905):
+        raise ValueError("there are no data of this size")
+    return inputs(rows)
+
+def scaled(x, number):
+    return x * number
 
 def odd(x):
     if x.shape[0] in (900, 901):
@@ -95,7 +108,10 @@ def test_the_table_and_what_it_goes_on_from(run: Run, monkeypatch: pytest.Monkey
     assert "15 compiles at most; how long one takes is not known yet" in first.err
     assert max(map(len, first.out.splitlines())) <= 80
     shown = " ".join(first.out.split())
-    assert re.search(r"rows=\d+ fits with 1\.0 of 1\.0 MB; rows=\d+ does not: it needs", shown)
+    said = r"rows=\d+ fits with ([\d.]+) of (1\.0+) MB; rows=\d+ does not: it needs ([\d.]+) MB"
+    sizes = re.search(said, shown)
+    assert sizes, shown
+    assert float(sizes[1]) < float(sizes[2]) < float(sizes[3]), "as far as they are shown"
     assert "largest in the heap" in shown
     assert "own.py:5" in first.out
     assert "the last such took" in again.err
@@ -106,7 +122,8 @@ def test_the_table_and_what_it_goes_on_from(run: Run, monkeypatch: pytest.Monkey
 def test_the_ends_of_a_range(run: Run) -> None:
     whole = run(*FIT, "--over", "rows=8..64:8", "--limit", LIMIT)
     assert (whole.code, "the highest value fits: rows=64" in whole.out) == (0, True)
-    one = run(*FIT, "--over", "rows=8..8", "--limit", LIMIT)
+    one = run(*FIT, "--over", "rows=8..8:100", "--limit", LIMIT)
+    assert "checking rows=8..8\n" in one.err
     assert (one.code, "the highest value fits: rows=8" in one.out) == (0, True)
     none = run(*FIT, "--over", "rows=900..990", "--limit", LIMIT)
     assert none.code == 1
@@ -123,6 +140,8 @@ REFUSED = {
     "--over rows=1..1000000000 --limit 1MB": "more than 1,000,000; give a step, such as rows=1..",
     "--over row=1..9 --limit 1MB": "takes no 'row'; did you mean 'rows'?",
     "--over rows=1..9": "the memory of a device of cpu is not known; give bytes",
+    "--over rows=1..9 --over rows=1..5 --limit 1MB": "--over rows=1..9 --over rows=1..5: fit "
+    "searches one thing; give it once",
     "--over rows=1..9 --limit many": "is no limit of memory; write 95% of a device, or 76GB",
     "--over rows=1..9 --limit 0GB": "leaves nothing",
     "--over rows=1..9 --limit 20ms": "is no limit of memory",
@@ -149,6 +168,13 @@ def test_what_is_refused_is_one_line(run: Run, words: str) -> None:
         ("own.py:f --inputs own.py:nothing", 2, "takes no 'rows'; write def nothing.rows.:"),
         ("own.py:f --inputs own.py:eights", 2, "not in tiles .*; write --over rows=8..96:8"),
         ("own.py:fours --inputs own.py:inputs", 1, "cannot reshape .*; write --over rows=4..96:4"),
+        ("own.py:scaled --inputs own.py:number", 2, "rows=1 and rows=99 need the same memory"),
+        (
+            "own.py:f --inputs none.py:inputs",
+            2,
+            "^nnx-pipeline: 'none.py:inputs': there is no file",
+        ),
+        ("own.py:g --inputs own.py:inputs", 2, "^nnx-pipeline: 'own.py:g': there is no 'g'"),
         ("own.py:f", 2, "needs --inputs MODULE:FUNCTION, a function that takes rows"),
         ("tiny", 2, "there is no config field 'rows'; choose one of: model.vocab_size"),
     ],
@@ -187,8 +213,32 @@ def test_what_does_not_compile_is_passed_over(run: Run) -> None:
     )
 
 
+def test_a_value_for_which_the_inputs_raise_is_passed_over(run: Run) -> None:
+    """Wherever it is but at the beginning, as one for which the function itself does."""
+    words = ("fit", "own.py:f", "--inputs", "own.py:some", *FIT[4:], "--over", "rows=899..905")
+    for limit, said in (("20MB", "905"), ("3.7MB", "900")):
+        done = run(*words, "--limit", limit)
+        assert done.code == 0, done.err
+        assert f"passed over: rows={said}: own.py:some raised ValueError" in done.out
+    low = run(*words[:-1], "rows=900..905", "--limit", "20MB")
+    assert (low.code, "rows=900 cannot be used: own.py:some raised" in low.err) == (2, True)
+
+
+def test_its_help_names_the_matrix_products_that_it_takes(run: Run) -> None:
+    shown = " ".join(run("fit", "--help").out.split())
+    assert "--gemm triton|cublas What computes" in shown
+    assert "here the default is triton" in shown
+
+
 def limited(size: int) -> MemoryLimit:
     return MemoryLimit(bytes=size, share=None, device_bytes=None)
+
+
+def test_a_small_share_of_a_device_is_not_0() -> None:
+    most = MemoryLimit(bytes=32 * 10**6, share=None, device_bytes=85 * 10**9)
+    found = Largest(Over.parse("rows=8..8"), most, "cuda:h100:1")
+    found.tried = {8: Tried(value=8, fits=True, needed_bytes=10**6)}
+    assert "the limit: 32.0 MB is 0.04% of the 85,000.0" in as_text(largest_view("", found))
 
 
 def fake(size: int) -> Measurement:
@@ -256,7 +306,7 @@ def slowly(*arguments, **options):
     return real(*arguments, **options)
 fitted.measure = slowly
 {script("nnx_pipeline")}"""
-    words = (*FIT, "--over", OVER, "--limit", LIMIT)
+    words = (*FIT, "--over", OVER, "--limit", LIMIT, "--json", "x.json")
     environment = {"stdout": subprocess.PIPE}
     with started(tmp_path, code, *words, **environment) as process:
         for line in process.stderr:
@@ -268,6 +318,9 @@ fitted.measure = slowly
     assert "run the same command again to continue" in err.splitlines()[-1]
     assert "so far rows=" in out
     assert "the search is not finished" in out
+    answer = json.loads((tmp_path / "x.json").read_text())
+    assert answer["ended"] is None
+    assert len(answer["tried"]) >= 2
 
 
 def test_the_json_is_whole(run: Run, tmp_path: Path) -> None:

@@ -1,10 +1,24 @@
 """`fit --over remat`: the fastest program within a limit, what to write, and what is refused."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from helpers import Run
+
+from nnx_pipeline import lab
+from nnx_pipeline.lab._report.kept import kept_view, nothing_fits
+from nnx_pipeline.lab._report.output import as_text
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.search.cheapest import Point, Search
+from nnx_pipeline.lab.search.choices import Choice, Kind, Space
+from nnx_pipeline.lab.search.effort import Effort, Spent
+from nnx_pipeline.lab.search.kept import Kept, find_fastest
+from nnx_pipeline.lab.search.over import MemoryLimit
 
 OWN = """
 import jax, jax.numpy as jnp
@@ -83,7 +97,7 @@ def test_the_fastest_within_a_limit(run: Run) -> None:
     # From one line, which is part of what a program is known by.
     first, again, none = (
         run(*FIT, *TPU, *more)
-        for more in (("--json", "found.json"), ("--json", "-"), ("--limit", "1kB"))
+        for more in (("--json", "found.json"), ("--json", "-"), ("--limit", "2MB"))
     )
     assert first.code == 0, first.err
     assert "4 compiles at most; how long one takes is not known yet" in first.err
@@ -107,3 +121,59 @@ def test_the_fastest_within_a_limit(run: Run) -> None:
         r"[\d.]+ MB more",
         none.err.splitlines()[-1],
     )
+
+
+def compiled() -> Measurement:
+    """Of 4,000 bytes of arguments; by a compiler that says nothing of the time."""
+    return lab.measure(jnp.tanh, jax.ShapeDtypeStruct((1000,), "float32"), platform="cpu")
+
+
+def searched(limit: int, *names: str) -> Kept:
+    space = Space(tuple(map(Kind, names)))
+    most = MemoryLimit(bytes=limit, share=None, device_bytes=None)
+    kept = Kept(space, most, "cpu", paste=" ".join)
+    kept.search = Search(space, lambda choice: Point(choice))
+    return kept
+
+
+def test_only_options_that_it_has_are_named() -> None:
+    kept = searched(10**6, "inner")
+    kept.search.points = [Point(kept.space.least, 8_000, 1e-3)]
+    kept.results = {kept.space.least: dataclasses.replace(compiled(), measured="2026-11-30")}
+    shown = as_text(kept_view("", kept))
+    assert "1 of them taken from earlier runs" in shown
+    assert "--fresh" not in shown
+
+
+def test_a_limit_below_the_arguments_takes_one_compile() -> None:
+    kept = searched(3_000, "one", "two", "three")
+    effort = Effort(what="", most=0)
+    with pytest.raises(InputError, match=r"0\.003 MB is below the arguments, 0\.004 MB"):
+        find_fastest(kept, lambda choice: compiled(), effort)
+    assert effort.tried == 1
+
+
+def test_it_says_why_it_ended() -> None:
+    kept = searched(10**6, "one", "two", "three")
+    left = [*range(4)]
+
+    def step(choice: Choice) -> Point:
+        if not left:
+            raise Spent("no compile is left")
+        return Point(choice, 8_000, 1e-3 * left.pop())
+
+    kept.search = Search(kept.space, step)
+    kept.results = dict.fromkeys(kept.space.listed(), compiled())
+    assert "the search is not finished" in as_text(kept_view("", kept))
+    kept.search.run([10**6])
+    assert "all 4 compiles that it announced are used up: a choice" in as_text(kept_view("", kept))
+    left += range(8)
+    kept.search.run([10**6])
+    assert "used up" not in as_text(kept_view("", kept))
+
+
+def test_a_limit_that_is_just_below_is_shown_so() -> None:
+    kept = searched(10**6, "inner")
+    kept.search.points = [Point(kept.space.least, 1_010_000, 1e-3)]
+    assert "the limit of 1.00 MB is below" in nothing_fits(kept)
+    assert "everything computed again needs 1.01, 0.01 MB more" in nothing_fits(kept)

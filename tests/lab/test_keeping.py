@@ -1,5 +1,6 @@
 """What can be kept of own functions, and the policy to paste: the same numbers and program."""
 
+import ast
 import importlib.util
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from nnx_pipeline.lab.api import measure, traced_call
 from nnx_pipeline.lab.comparison.changes import Watched
 from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.lab.lint.tries import space_of
-from nnx_pipeline.lab.search.choices import Choice, Fate, Space
+from nnx_pipeline.lab.search.choices import Choice, Fate, Kind, Space
 
 STEPS = Path(__file__).parents[2] / "benchmarks" / "remat_steps"
 
@@ -178,6 +179,14 @@ def test_where_to_paste(tmp_path: Path) -> None:
         assert "names_which_can_be_saved" in said
         everything = to_paste(space, space.everything, [*watched.checkpoints])
         assert "everything is kept" in everything
+
+
+def test_names_are_written_as_python_has_them() -> None:
+    names = ['a"b', "back\\slash", "line\nbreak", "größe", "plain"]
+    space = Space(tuple(map(Kind, names)))
+    (kept, _, *_) = ast.parse(written(space, ("keep",) * 5)).body[0].value.keywords
+    assert ast.literal_eval(kept.value) == names
+    assert '"größe", "plain"]' in written(space, ("keep",) * 5)
 
 
 def test_nothing_to_choose() -> None:

@@ -682,6 +682,8 @@ def test_functions_and_inputs_by_name() -> None:
     assert [leaf.shape for leaf in given] == [shape for shape, _ in own_functions.SHAPES]
     with pytest.raises(InputError, match="--inputs and --arg both give the arguments"):
         arguments_of("own_functions:inputs", ("float32[2]",), None)
+    with pytest.raises(InputError, match="scaled needs scale, x, and is called without"):
+        arguments_of("own_functions:scaled", (), None)
     with pytest.raises(InputError, match="'builtins:print' returned None; return the tuple of the"):
         arguments_of("builtins:print", (), None)
     assert name_of(own_functions.scaled) == "own_functions:scaled"

@@ -277,6 +277,8 @@ REFUSED = [
     ),
     bad(pipeline(remat="kept:out_proj"), "write for example keep:out_proj/offload:decoder_layer"),
     bad(pipeline(remat="keep:"), "keep has no ''"),
+    bad(pipeline(remat="auto:76GB"), "nnx-pipeline fit … --over remat --limit 76GB finds it"),
+    bad(pipeline(remat="auto"), "nnx-pipeline fit … --over remat --limit 80GB finds it"),
     *(
         bad(
             pipeline(remat=f"keep:{name}", remat_groups=2),

@@ -16,7 +16,7 @@ from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._report.largest import largest_view, verdict
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.output import emit_json, json_files, show
 from nnx_pipeline.lab.api import measure, traced_call
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile._functions import find_function
@@ -57,16 +57,14 @@ class Asked:
             raise InputError(f"{subject.inputs.inputs} raised {described(error)}") from error
 
     def check(self) -> None:
-        """Raises InputError where the ends of the range cannot be used, and for a function of
-        `--inputs` that does not take the number or makes nothing of it."""
+        """Raises InputError where a function is not found, where the lowest value cannot be used,
+        where the highest cannot and a step is seen, and for a function of `--inputs` that does not
+        take the number or makes nothing of it."""
         ends = [*dict.fromkeys((self.over.values[0], self.over.values[-1]))]
         self._check_name()
-        kinds = []
-        for value in ends:
-            try:
-                kinds.append(self._kind(value))
-            except InputError as error:
-                raise InputError(self.refusal(value, str(error))) from error
+        if self.subject.config is None:
+            find_function(self.subject.name)
+        kinds = [self._kind_of_end(value) for value in ends]
         if len(kinds) == 2 and kinds[0] == kinds[1]:
             raise InputError(
                 f"--over {self.over}: {self.subject.inputs.inputs} returns the same arguments for "
@@ -92,8 +90,9 @@ class Asked:
                 f"--over {self.over} needs --inputs MODULE:FUNCTION, a function that takes "
                 f"{name} and returns the arguments"
             )
+        function = find_function(inputs)
         try:
-            given = inspect.signature(find_function(inputs)).parameters
+            given = inspect.signature(function).parameters
         except ValueError:
             return  # it has no signature that Python knows
         takes_any = any(one.kind is one.VAR_KEYWORD for one in given.values())
@@ -103,6 +102,16 @@ class Asked:
             )
             raise InputError(f"--over {self.over}: {inputs} takes no {name!r}; {cure}")
 
+    def _kind_of_end(self, value: int) -> object:
+        """As `_kind`; None for a highest value that the search passes over."""
+        try:
+            return self._kind(value)
+        except InputError as error:
+            steps = self.steps()
+            if steps is None and value != self.over.values[0]:
+                return None
+            raise InputError(self.refusal(value, str(error), steps)) from error
+
     def _kind(self, value: int) -> object:
         """What differs between values that make other programs; raises InputError."""
         if isinstance(mesh := self.subject.mesh, MeshConfig):
@@ -110,8 +119,12 @@ class Asked:
         leaves, tree = jax.tree.flatten(self.arguments_at(value)[1])
         return tree, [kind_of(one) if hasattr(one, "shape") else repr(one) for one in leaves]
 
-    def refusal(self, value: int, why: str) -> str:
-        """Why a value cannot be used, and the step to use where one is seen."""
+    def refusal(self, value: int, why: str, steps: Over | None) -> str:
+        cure = f"; write --over {steps}" if steps else ""
+        return f"{self.over.at(value)} cannot be used: {why}{cure}"
+
+    def steps(self) -> Over | None:
+        """The values that can be used, where they are in steps."""
         until = time.monotonic() + _PATIENCE
 
         def is_usable(other: int) -> bool:
@@ -119,9 +132,7 @@ class Asked:
                 raise StopIteration
             return self._is_traced(other)
 
-        steps = self.over.in_steps(is_usable)
-        cure = f"; write --over {steps}" if steps else ""
-        return f"{self.over.at(value)} cannot be used: {why}{cure}"
+        return self.over.in_steps(is_usable)
 
     def _is_traced(self, value: int) -> bool:
         try:
@@ -156,7 +167,11 @@ def run_fit(asked: Asked, limit: MemoryLimit, json_path: str | None) -> None:
         effort = Effort(what=what, most=0, cache=Cache.of_user(), say=say)
         if effort.cache.folder is not None:
             ending.add_note(ending.GOES_ON)
-        with shown_if_interrupted(lambda: largest_view(title, found), json_path) as draw:
+        with shown_if_interrupted(
+            lambda: largest_view(title, found),
+            json_path,
+            lambda: json_files(json_path, found.to_json()),
+        ) as draw:
             try:
                 find_largest(found, asked.measure, effort, draw)
             except NotUsable as error:
@@ -165,7 +180,7 @@ def run_fit(asked: Asked, limit: MemoryLimit, json_path: str | None) -> None:
         show(largest_view(title, found), json_path=json_path)
         emit_json(json_path, found.to_json())
     if stopped:
-        line = asked.refusal(stopped.value, str(stopped))
+        line = asked.refusal(stopped.value, str(stopped), asked.steps())
         raise InputError(line) if isinstance(stopped.__cause__, InputError) else Failed(line)
     if found.value is None:
         raise Failed(verdict(found))

@@ -176,10 +176,14 @@ def chosen_config(chosen: Chosen) -> Any:
     return presets().config_of(str(chosen.model), chosen.assignments)
 
 
-def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
-    """`--mesh`, `--dcn`, `--platform`, `--gemm` and `--xla`, received as `target`."""
+def target_options(
+    kind: type[Target] = Target, *, by_one: bool = False
+) -> Callable[[Command], Command]:
+    """`--mesh`, `--dcn`, `--platform`, `--gemm` and `--xla`, received as `target`; `by_one` is for
+    a command that compiles with one kind of matrix products."""
     default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
-    options = [mesh_option(default), dcn_option, platform_option, gemm_option]
+    options: list[Callable[[Command], Command]]
+    options = [mesh_option(default), dcn_option, platform_option, _gemm_option(by_one)]
     if kind is Target:
         help = (
             "Set an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=65536, or a set "
@@ -285,13 +289,17 @@ baseline_options = bundled(
     ),
 )
 
-gemm_option = click.option(
-    "--gemm",
-    metavar="triton|cublas|both",
-    help="What computes matrix products on GPUs. Programs are compiled without a GPU, "
-    "which would choose by autotuning; so the default is both, and both results are shown where "
-    "they differ.",
-)
+
+def _gemm_option(by_one: bool) -> Callable[[Command], Command]:
+    default = "both, and both results are shown where they differ"
+    return click.option(
+        "--gemm",
+        metavar="triton|cublas" if by_one else "triton|cublas|both",
+        help="What computes matrix products on GPUs. Programs are compiled without a GPU, which "
+        f"would choose by autotuning; {'here' if by_one else 'so'} the default is "
+        f"{'triton' if by_one else default}.",
+    )
+
 
 measuring_options = bundled(
     "measuring",

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import rich.progress
 from rich.console import RenderableType
@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._files import say
+from nnx_pipeline.lab._files import Lasting, say, write_text
 from nnx_pipeline.lab._report.output import Screen, as_text
 from nnx_pipeline.lab.errors import printable
 
@@ -35,24 +35,44 @@ def progress() -> Iterator[Callable[[str], None]]:
             )
             with rich.progress.Progress(*columns, console=console, transient=True) as shown:
                 task = shown.add_task("starting", total=None)
-                yield lambda text: shown.update(task, description=printable(text))
+
+                def tell(text: str) -> None:
+                    if isinstance(text, Lasting):
+                        console.print(text, highlight=False)
+                    else:
+                        shown.update(task, description=printable(text))
+
+                yield tell
         else:
             yield lambda text: say(f"{_time(time.monotonic() - began)} {text}")
 
 
 @contextlib.contextmanager
 def shown_if_interrupted(
-    view: Callable[[], RenderableType], json_path: str | None
+    view: Callable[[], RenderableType],
+    json_path: str | None,
+    files: Callable[[], Mapping[str, str]] = dict,
 ) -> Iterator[Callable[[], None]]:
     """A context whose table is printed if the command is interrupted, as it was drawn last; yields
-    the function that draws it. It goes to standard error where JSON goes to standard output."""
-    drawn, descriptor = "", 2 if json_path == "-" else 1
+    the function that draws it. It goes to standard error where JSON goes to standard output.
+
+    - `files`: the text of each file that is written then too, by its path, such as `json_files`.
+    """
+    drawn, texts = "", dict[str, str]()
+    descriptor = 2 if json_path == "-" else 1
 
     def draw() -> None:
-        nonlocal drawn  # another thread prints it, which may import nothing
-        drawn = f"{as_text(view())}\n"
+        nonlocal drawn, texts  # another thread writes them, which may import nothing
+        drawn, texts = f"{as_text(view())}\n", {**files()}
 
-    with cleared_away(lambda: os.write(descriptor, drawn.encode())):
+    def write() -> None:
+        for path, text in texts.items():
+            if path == "-":
+                os.write(1, text.encode())
+            else:
+                write_text(path, text)
+
+    with cleared_away(write), cleared_away(lambda: os.write(descriptor, drawn.encode())):
         yield draw
 
 

@@ -26,7 +26,7 @@ REMAT = "remat"  # what --over names where what is kept is searched
 @click.argument("good")
 @click.argument("bad")
 @subject_options
-@options.target_options()
+@options.target_options(by_one=True)
 @click.option(
     "--limit",
     metavar="[FIGURE=]VALUE",
@@ -65,7 +65,7 @@ def bisect_command(
 
 @dataclass(frozen=True)
 class Wanted:
-    over: str
+    over: tuple[str, ...]
     limit: str
 
 
@@ -79,13 +79,14 @@ class Wanted:
     "fit mixtral-small --mesh stage=4,fsdp=2 --over remat --limit 300MB --platform tpu:v5p:2x2x2",
 )
 @subject_options
-@options.target_options()
+@options.target_options(by_one=True)
 @options.bundled(
     "wanted",
     Wanted,
     click.option(
         "--over",
         required=True,
+        multiple=True,
         metavar="NAME=LOW..HIGH[:STEP]|remat",
         help="The number and its values: a parameter of the function of --inputs, such as "
         "batch=1..512 or batch=8..512:8, or a config field of a preset. With remat the fastest "
@@ -111,8 +112,8 @@ def fit_command(
     both were compiled. Where memory does not grow with the number, a larger one may fit too.
 
     Before it starts it says how many compiles may come. Ctrl-C shows what there is so far. Programs
-    are kept, so that the same command goes on from there. A value that does not compile is passed
-    over, up to three of them. For NVIDIA and AMD the program is compiled with matrix products by
+    are kept, so that the same command goes on from there. A value that fails is passed over, up to
+    three of them; LOW may not. For NVIDIA and AMD the program is compiled with matrix products by
     Triton, unless --gemm chooses the other library. Exit 1 when LOW does not fit.
 
     With --over remat it finds what the backward pass is to keep, compute again or offload to the
@@ -121,7 +122,13 @@ def fit_command(
     so far chooses what is compiled next. It shows the frontier, memory against time, and what to
     write.
     """
-    values = None if wanted.over == REMAT else Over.parse(wanted.over)
+    over, *others = wanted.over
+    if others:
+        raise InputError(
+            f"--over {over} --over {others[0]}: fit searches one thing; give it once, and set the "
+            "other one with --set, or in the function of --inputs"
+        )
+    values = None if over == REMAT else Over.parse(over)
     is_whole = values is None
     subject = subject_of(name, chosen, inputs, target.mesh, target.dcn, is_whole=is_whole)
     from nnx_pipeline.lab._report.output import check_writable

@@ -184,6 +184,10 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
         raise InputError(f"{path} cannot be read: {why}; name another file") from error
 
 
+class Lasting(str):
+    """A line about the progress that stays on a terminal, where others take each other's place."""
+
+
 def say(text: str, keep: str = "") -> None:
     """Writes a line to standard error at once; characters in `keep` stay as they are."""
     # In one piece, as `print` does not.

@@ -40,7 +40,7 @@ def outcomes_page(
     shown = element("section", sentences, class_="card") if sentences else None
     words = MEMORY | TIME | VERDICTS | BUFFERS
     body = fragment(shown, summary, cards)
-    return _page(title, closing_remarks(measured, compared), command, words, body)
+    return _page(title, closing_remarks(measured, compared, fresh=True), command, words, body)
 
 
 def measurement_page(
@@ -72,7 +72,7 @@ def measurement_page(
 def sweep_page(title: str, sweep: Sweep, *, command: str = "") -> str:
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
     failed = [Remark(error, "error") for error in sweep.errors]
-    notes = [*failed, *closing_remarks(measured, hint=False)]
+    notes = [*failed, *closing_remarks(measured, hint=False, fresh=True)]
     return _page(title, notes, command, MEMORY | TIME, sweep_sections(sweep))
 
 

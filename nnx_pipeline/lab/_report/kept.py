@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
-from nnx_pipeline.lab._report.view.figures import estimated, megabytes
+from nnx_pipeline.lab._report.view.figures import decimals_apart, estimated, megabytes
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.search.cheapest import Point
@@ -47,10 +47,12 @@ def nothing_fits(kept: Kept) -> str:
         return f"no choice compiles: {why}"
     if least.account <= limit:
         return f"nothing is known of the time of {kept.said(least.choice)}, which fits"
-    above = megabytes(least.account - limit)
+    sizes = limit, least.account, least.account - limit
+    decimals = decimals_apart(*sizes)
+    most, needed, above = (megabytes(size, decimals) for size in sizes)
     return (
-        f"the limit of {megabytes(limit)} MB is below all {len(kept.search.points)} choices that "
-        f"were compiled: {kept.said(least.choice)} needs {megabytes(least.account)}, {above} MB "
+        f"the limit of {most} MB is below all {len(kept.search.points)} choices that "
+        f"were compiled: {kept.said(least.choice)} needs {needed}, {above} MB "
         "more; give a higher --limit"
     )
 
@@ -60,6 +62,14 @@ def _remarks(kept: Kept, chosen: Point | None) -> Iterator[Remark]:
     made, size = counted(len(kept.search.points), "compile"), kept.space.size()
     earlier = sum(bool(one.measured) for one in kept.results.values())
     yield Remark(f"{made} of {size:,} choices, {earlier} of them taken from earlier runs")
+    if kept.search.ended == "spent":
+        yield Remark(
+            f"all {made} that it announced are used up: a choice that was not compiled may be "
+            "faster",
+            "warning",
+        )
+    elif kept.search.ended is None:
+        yield Remark("the search is not finished", "warning")
     for point in kept.search.points:
         if point.error:
             yield Remark(f"{kept.said(point.choice)} failed: {point.error}", "warning")

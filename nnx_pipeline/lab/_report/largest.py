@@ -1,6 +1,5 @@
 """The largest number with which a program fits: each value that was compiled, and the proof."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -8,7 +7,14 @@ from rich.console import Group, RenderableType
 
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.view.buffers import buffer_rows
-from nnx_pipeline.lab._report.view.figures import DASH, bounded, estimated, megabytes, sign
+from nnx_pipeline.lab._report.view.figures import (
+    DASH,
+    bounded,
+    decimals_apart,
+    estimated,
+    megabytes,
+    sign,
+)
 from nnx_pipeline.lab._report.view.remarks import NAMED, Remark, closing_remarks
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.errors import counted
@@ -34,9 +40,7 @@ def largest_view(title: str, found: Largest) -> RenderableType:
     for one in found.rows:
         table.add_row(*_cells(one, found.limit.bytes))
     best = found.tried[found.value].result if found.value is not None else None
-    closing = (
-        closing_remarks([dataclasses.replace(best, measured=None)], hint=False) if best else []
-    )
+    closing = closing_remarks([best], hint=False) if best else []
     return Group(table, *texts([*_remarks(found), *closing]))
 
 
@@ -63,26 +67,30 @@ def _cells(one: Tried, limit: int) -> list[str]:
 
 def verdict(found: Largest) -> str:
     """The answer, and what proves it."""
-    value, above, limit = found.value, found.too_large, megabytes(found.limit.bytes)
+    value, above, lowest = found.value, found.too_large, found.over.values[0]
+    ends = [found.tried[at] for at in (lowest if value is None else value, above) if at is not None]
+    decimals = decimals_apart(found.limit.bytes, *(one.needed_bytes for one in ends))
+    limit = megabytes(found.limit.bytes, decimals)
     if value is None:
-        lowest = found.over.values[0]
+        at, need = found.over.at(lowest), _needs(found.tried[lowest], decimals)
         if found.tried[lowest].fits is None:
-            return f"{found.over.at(lowest)} did not compile"
-        need = _needs(found, lowest)
-        return f"{found.over.at(lowest)} does not fit: {need}, and the limit is {limit} MB"
-    fits = f"{found.over.at(value)} fits with {megabytes(found.tried[value].needed_bytes)}"
+            return f"{at} did not compile"
+        return f"{at} does not fit: {need}, and the limit is {limit} MB"
+    fits = f"{found.over.at(value)} fits with {megabytes(ends[0].needed_bytes, decimals)}"
     if found.bracket is None:
         refused = [one.value for one in found.rows if one.fits is False]
         more = f", and {found.over.at(min(refused))} does not" if refused else ""
         return f"so far {fits} of {limit} MB{more}: the search is not finished"
     if above is None:
         return f"the highest value fits: {fits} of {limit} MB"
-    return f"{fits} of {limit} MB; {found.over.at(above)} does not: {_needs(found, above)}"
+    need = _needs(found.tried[above], decimals)
+    return f"{fits} of {limit} MB; {found.over.at(above)} does not: {need}"
 
 
-def _needs(found: Largest, value: int) -> str:
-    needed = found.tried[value].needed_bytes
-    return "the compiler refuses it" if needed is None else f"it needs {megabytes(needed)} MB"
+def _needs(one: Tried, decimals: int) -> str:
+    if one.needed_bytes is None:
+        return "the compiler refuses it"
+    return f"it needs {megabytes(one.needed_bytes, decimals)} MB"
 
 
 def _remarks(found: Largest) -> Iterator[Remark]:
@@ -92,8 +100,9 @@ def _remarks(found: Largest) -> Iterator[Remark]:
     limit = found.limit
     text = f"the limit: {megabytes(limit.bytes)} MB"
     if limit.device_bytes is not None and limit.kept_back is not None:
-        share = f"{limit.bytes / limit.device_bytes:.1%}".replace(".0%", "%")
-        text += f" is {share} of the {megabytes(limit.device_bytes)} that a program may use of a "
+        percent = 100 * limit.bytes / limit.device_bytes
+        share = f"{percent:.1f}".removesuffix(".0") if percent >= 0.1 else f"{percent:.1g}"
+        text += f" is {share}% of the {megabytes(limit.device_bytes)} that a program may use of a "
         text += f"device; {megabytes(limit.kept_back)} are kept back"
     yield Remark(text)
     if found.value is not None and (best := found.tried[found.value].result):

@@ -197,7 +197,7 @@ def _how(by_gemm: Sequence[Sequence[Outcome]], command: str) -> str:
     outcomes = [outcome for some in by_gemm for outcome in some]
     measured = [arm for one in outcomes for arm in (one.a, one.b) if arm]
     compared = [one.numerics for one in outcomes if one.numerics]
-    closing = remarks.closing_remarks(measured, compared, hint=False)
+    closing = remarks.closing_remarks(measured, compared, hint=False, fresh=True)
     texts = dict.fromkeys(remark.text for remark in closing)
     lines = _bullets(text for text in texts if not text.startswith("step: "))  # said above
     return f"{lines}\n\n```sh\n{printable(command)}\n```" if command else lines

@@ -52,14 +52,19 @@ def check_writable(path: str | None, option: str) -> None:
 
 def emit_json(path: str | None, value: object) -> None:
     """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
+    for name, text in json_files(path, value).items():
+        if name == "-":
+            write_output(text.rstrip("\n"))
+        else:
+            write_text(name, text)
+
+
+def json_files(path: str | None, value: object) -> dict[str, str]:
+    """The text that `emit_json` writes, by its path; nothing for None."""
     if path is None:
-        return
+        return {}
     # In ASCII, so that names keep every character, and no terminal and no encoding has a say.
-    text = json.dumps(finite(value), indent=2, allow_nan=False)
-    if path == "-":
-        write_output(text)
-    else:
-        write_text(path, f"{text}\n")
+    return {path: f"{json.dumps(finite(value), indent=2, allow_nan=False)}\n"}
 
 
 def finite(value: object) -> object:

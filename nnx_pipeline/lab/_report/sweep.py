@@ -41,7 +41,7 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
         parts += [Text(f"{label}, by {sweep.heading()}", style="bold"), table]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
     failed = [Remark(error, "error") for error in sweep.errors]
-    return Group(*parts, *texts([*failed, *closing_remarks(measured, hint=False)]))
+    return Group(*parts, *texts([*failed, *closing_remarks(measured, hint=False, fresh=True)]))
 
 
 def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -> Columns:

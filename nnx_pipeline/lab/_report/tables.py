@@ -146,7 +146,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     closing = remarks.warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     closing += remarks.closing_remarks(
-        measured, [o.numerics for o in outcomes if o.numerics], hint=hint
+        measured, [o.numerics for o in outcomes if o.numerics], hint=hint, fresh=True
     )
     changes = [
         difference_view(

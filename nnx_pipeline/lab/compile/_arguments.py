@@ -2,10 +2,11 @@
 
 import ast
 import contextlib
+import inspect
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,10 +53,27 @@ def arguments_of(
         raise InputError("--inputs and --arg both give the arguments; keep one of them")
     else:
         make = find_function(inputs)
+        _check_given(inputs, make, numbers)
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
             given = _returned(inputs, make(**numbers))
     check_sizes(given)
     return given
+
+
+def _check_given(inputs: str, make: Callable[..., object], numbers: Mapping[str, int]) -> None:
+    """Raises InputError where the function of `--inputs` needs what it is not called with."""
+    try:
+        known = inspect.signature(make, follow_wrapped=False).parameters.values()
+    except ValueError:
+        return  # it has no signature that Python knows
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one.name for one in known if one.default is one.empty and one.kind not in many]
+    if missing := [name for name in needed if name not in numbers]:
+        given = f"with {', '.join(numbers)} alone" if numbers else "without an argument"
+        raise InputError(
+            f"{inputs} needs {', '.join(missing)}, and is called {given}; give a default, such as "
+            f"{missing[0]}=8 in its def"
+        )
 
 
 def _returned(inputs: str, made: object) -> tuple[object, ...]:

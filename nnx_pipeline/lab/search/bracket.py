@@ -111,8 +111,11 @@ class _Search:
 
     def _guess(self) -> int | None:
         """The index of the last value within the limit, by a curve through the sizes of both ends
-        and one near the limit, as far as they are known and rise; None where they do not."""
+        and one near the limit, as far as they are known and rise; None where they do not. The last
+        of all where three sizes are equal: it says whether they depend on the value."""
         known = [(float(x), y) for x, y in self.sizes.items() if y < math.inf]
+        if len(known) > 2 and len({*self.sizes.values()}) == 1:
+            return len(self.values) - 1
         inside = [self.values[at] for at in (self.low, self.high) if at < len(self.values)]
         near = sorted(known, key=lambda point: (point[0] not in inside, abs(point[1] - self.limit)))
         rising: list[Point] = []

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from nnx_pipeline.lab.search.effort import Spent
 WORTH = 3e-4
 _LEAST_CHANCE = 0.02  # that some choice fits, below which none is looked for
 _FATES = get_args(Fate)
+Ended = Literal["done", "spent"]  # no choice is worth a compile, or no compile is left
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Search:
     - `compiled`: compiles a choice; raises Spent where no compile is left.
     - `points`: what is known, in the order in which it was compiled.
     - `seen`: called after each of them.
+    - `ended`: why it ended, as `Ended` says; None as long as it goes on.
     """
 
     space: Space
     compiled: Callable[[Choice], Point]
     points: list[Point] = field(default_factory=list)
     seen: Callable[[], None] = lambda: None
+    ended: Ended | None = None
 
     def run(self, limits: Sequence[float]) -> None:
         """Looks for the fastest choice under each limit, in bytes, until none is worth a compile
@@ -61,7 +64,9 @@ class Search:
                 while (worth := self._next(limit)) is not None:
                     self._compile(worth)
         except Spent:
-            return
+            self.ended = "spent"
+        else:
+            self.ended = "done"
 
     def fastest(self, limit: float) -> Point | None:
         """The fastest known choice under a limit, the smaller one of equals; None for none."""

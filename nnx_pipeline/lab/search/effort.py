@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from nnx_pipeline.lab._files import Lasting
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.measure import Measurement, Progress, kept_in
 from nnx_pipeline.lab.errors import counted
@@ -40,7 +41,7 @@ class Effort:
         if known is not None and isinstance(known[0], int | float):
             seconds, when = known
             took = f"the last such took {seconds:,.1f} s, on {when[:10]}"
-        self.say(f"{counted(self.most, 'compile')} at most; {took}")
+        self.say(Lasting(f"{counted(self.most, 'compile')} at most; {took}"))
 
     @property
     def left(self) -> int:

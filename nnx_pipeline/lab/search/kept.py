@@ -9,6 +9,7 @@ from nnx_pipeline.lab.errors import InputError, described
 from nnx_pipeline.lab.search.cheapest import Point, Search
 from nnx_pipeline.lab.search.choices import Choice, Space, short
 from nnx_pipeline.lab.search.effort import Effort
+from nnx_pipeline.lab.search.largest import check_arguments
 from nnx_pipeline.lab.search.over import MemoryLimit
 
 
@@ -55,6 +56,7 @@ class Kept:
             "choices": self.space.size(),
             "compiles": sum(not one.measured for one in self.results.values())
             + sum(bool(one.error) for one in self.search.points),
+            "ended": self.search.ended,
             "fastest": fastest and self._row(fastest),
             "frontier": [self._row(point) for point in frontier],
             "compiled": [self._row(point) for point in self.search.points],
@@ -84,7 +86,7 @@ def find_fastest(
     - `effort`: counts the compiles, and says how many may come.
     - `seen`: called after each compile.
 
-    Raises InputError where the first choice does.
+    Raises InputError where the first choice does, and for a limit below the arguments.
     """
 
     def compiled(choice: Choice) -> Point:
@@ -94,6 +96,8 @@ def find_fastest(
             raise
         except Exception as error:  # a program may break any compiler in any way
             return Point(choice, error=described(error, most=200))
+        if not kept.results:
+            check_arguments(result, kept.limit, "every choice")
         kept.results[choice] = result
         step = result.time.step_seconds if result.time and not result.is_refused else None
         return Point(choice, result.needed_bytes, step)

@@ -23,7 +23,7 @@ class Tried:
     - `fits`: whether it is within the limit; None for a value that did not compile.
     - `needed_bytes`: what must fit: the account, or what the compiler named when it refused the
       program; None where it named nothing.
-    - `error`: why there is no result.
+    - `error`: why there is no result; `raised`: what said so.
     """
 
     value: int
@@ -31,6 +31,7 @@ class Tried:
     needed_bytes: int | None = None
     result: Measurement | None = None
     error: str = ""
+    raised: Exception | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -101,6 +102,7 @@ class Largest:
             "limit": self.limit.to_json(),
             "largest": self.value,
             "too_large": self.too_large,
+            "ended": "done" if self.bracket else None,
             "compiles": sum(not (one.result and one.result.measured) for one in self.rows),
             "tried": [one.to_json() for one in self.rows],
         }
@@ -118,8 +120,9 @@ def find_largest(
     - `effort`: counts the compiles, and says how many may come.
     - `seen`: called after each value.
 
-    Raises InputError for a limit below the arguments of the lowest value, NotUsable for a value
-    that does not compile, once the lowest or too many do not, and InputError as `make`.
+    Raises InputError for a limit below the arguments of the lowest value, and for a number on which
+    no figure depends; NotUsable for a value that does not compile, or of which `make` raises, once
+    the lowest or too many do.
     """
     over, limit = found.over, found.limit
     effort.most = most_sizes(over.values)
@@ -128,11 +131,11 @@ def find_largest(
     def size_of(value: int) -> float | None:
         one = found.tried[value] = _tried(value, limit, make, effort, over)
         if value == over.values[0] and one.result:
-            _check_arguments(one.result, over, limit)
+            check_arguments(one.result, limit, over.at(value))
         seen()
         if one.fits is None:
             if value == over.values[0] or len(found.passed_over) > MOST_PASSED_OVER:
-                raise NotUsable(value, one.error)
+                raise NotUsable(value, one.error) from one.raised
             effort.say(f"{over.at(value)} is passed over: {one.error}")
             effort.most += 1
             return None
@@ -140,6 +143,7 @@ def find_largest(
         return size if one.fits else max(size, math.nextafter(limit.bytes, math.inf))
 
     found.bracket = bracket(over.values, limit.bytes, size_of)
+    _check_depends(found)
 
 
 def _tried(
@@ -151,23 +155,38 @@ def _tried(
 ) -> Tried:
     try:
         result = effort.measure(over.at(value), lambda: make(value))
-    except InputError as error:
-        raise NotUsable(value, str(error)) from error
     except Exception as error:  # a program may break any compiler in any way
         fits = False if is_too_large(error) else None
-        return Tried(
-            value=value, fits=fits, needed_bytes=bytes_needed(error), error=described(error)
-        )
+        why = str(error) if isinstance(error, InputError) else described(error)
+        needed_bytes = bytes_needed(error)
+        return Tried(value=value, fits=fits, needed_bytes=needed_bytes, error=why, raised=error)
     needed = result.needed_bytes
     is_within = needed <= limit.bytes and not result.is_refused
     return Tried(value=value, fits=is_within, needed_bytes=needed, result=result)
 
 
-def _check_arguments(lowest: Measurement, over: Over, limit: MemoryLimit) -> None:
-    arguments = lowest.memory.argument_bytes
+def _check_depends(found: Largest) -> None:
+    """Raises InputError where the programs of all values, the ends among them, are as large."""
+    ends = found.over.values[0], found.over.values[-1]
+    if ends[0] == ends[1] or not {*ends} <= {*found.tried}:
+        return
+    results = [one.result for one in found.rows if one.fits is not None]
+    first, *others = ((one.memory, one.account, one.flops) if one else None for one in results)
+    if first is not None and all(one == first for one in others):
+        raise InputError(
+            f"--over {found.over}: {found.over.at(ends[0])} and {found.over.at(ends[1])} need the "
+            "same memory for the same work, and both fit; give a number on which it depends, or a "
+            "wider range"
+        )
+
+
+def check_arguments(first: Measurement, limit: MemoryLimit, what: str) -> None:
+    """Raises InputError for a limit that no other program can be within: the arguments of the first
+    one, which is `what`, are above it."""
+    arguments = first.memory.argument_bytes
     if arguments > limit.bytes:
         raise InputError(
             f"the limit of {limit.bytes / 1e6:,.5g} MB is below the arguments, "
-            f"{arguments / 1e6:,.5g} MB with {over.at(over.values[0])}; give a higher limit, or "
+            f"{arguments / 1e6:,.5g} MB with {what}; give a higher limit, or "
             "divide them over more devices"
         )

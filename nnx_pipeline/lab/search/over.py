@@ -59,7 +59,7 @@ class Over:
         return f"{self.name}={value}"
 
     def __str__(self) -> str:
-        step = f":{self.values.step}" if self.values.step > 1 else ""
+        step = f":{self.values.step}" if self.values.step > 1 and len(self.values) > 1 else ""
         return f"{self.name}={self.values[0]}..{self.values[-1]}{step}"
 
     def in_steps(self, is_usable: Callable[[int], bool]) -> "Over | None":

@@ -12,7 +12,7 @@ from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._report.kept import kept_view, nothing_fits
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.output import emit_json, json_files, show
 from nnx_pipeline.lab._timing.devices import DEVICES, device_of
 from nnx_pipeline.lab.api import measure, traced_call
 from nnx_pipeline.lab.compile._cache import Cache
@@ -67,7 +67,11 @@ def run_remat(subject: Subject, platform: Platform, limit: str, json_path: str |
         effort = Effort(what=what, most=0, cache=Cache.of_user(), say=say)
         if effort.cache.folder is not None:
             ending.add_note(ending.GOES_ON)
-        with shown_if_interrupted(lambda: kept_view(title, kept), json_path) as draw:
+        with shown_if_interrupted(
+            lambda: kept_view(title, kept),
+            json_path,
+            lambda: json_files(json_path, kept.to_json()),
+        ) as draw:
             find_fastest(kept, chosen.make, effort, draw)
     show(kept_view(title, kept), json_path=json_path)
     emit_json(json_path, kept.to_json())

@@ -1,5 +1,6 @@
 """A choice as a change of a function, and as code to paste into it."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,5 +71,4 @@ def written(space: Space, choice: Choice) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    words = ", ".join(f'"{name}"' for name in names)
-    return f"[{words}]"
+    return json.dumps([*names], ensure_ascii=False)  # a list of texts is the same in Python

@@ -7,6 +7,7 @@ from nnx_pipeline.lab._cli.outputs import MemoryOutputs
 from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import compiler_errors
+from nnx_pipeline.lab._files import Lasting
 from nnx_pipeline.lab._report.output import emit_json, show
 from nnx_pipeline.lab._report.trials import trials_remarks, trials_view
 from nnx_pipeline.lab._report.view import words
@@ -69,7 +70,7 @@ def _try_all(
     """Tries each change, and the best ones together."""
     first = trials.base.seconds["trace"] + trials.base.seconds["compile"]
     total = trials.waiting = len(changes) + (len({change.kinds for change in changes}) > 1)
-    say(f"up to {counted(total, 'compile')} to come; the first took {first:,.0f} s")
+    say(Lasting(f"up to {counted(total, 'compile')} to come; the first took {first:,.0f} s"))
     draw()
     for number, change in enumerate(itertools.chain(changes, _last(trials)), 1):
         say(f"{number} of {total}: {change.name}")

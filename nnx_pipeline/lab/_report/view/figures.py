@@ -67,9 +67,18 @@ def in_place_of_report(first: Measurement, other: Measurement) -> Text | None:
     return line
 
 
-def megabytes(value: float | None) -> str:
+def megabytes(value: float | None, decimals: int = 1) -> str:
     """Bytes as MB (10⁶) with one decimal, a dash where there is no figure."""
-    return DASH if value is None else f"{value / 1e6:,.1f}"
+    return DASH if value is None else f"{value / 1e6:,.{decimals}f}"
+
+
+def decimals_apart(*sizes: int | None) -> int:
+    """How many decimals it takes that `megabytes` shows different sizes differently."""
+    known = {size for size in sizes if size is not None}
+    for decimals in range(1, 6):
+        if len({megabytes(size, decimals) for size in known}) == len(known):
+            return decimals
+    return 6  # bytes
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -137,9 +137,17 @@ def blind_spots(measured: Sequence[Measurement]) -> list[Remark]:
 
 
 def closing_remarks(
-    measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
+    measured: Sequence[Measurement],
+    compared: Sequence[Numerics] = (),
+    *,
+    hint: bool = True,
+    fresh: bool = False,
 ) -> list[Remark]:
-    """The remarks below a table: compiler, blind spots, what does not fit, what is cached."""
+    """The remarks below a table: compiler, blind spots, what does not fit.
+
+    - `hint`: as for `gemm_remarks`.
+    - `fresh`: whether the command has `--fresh`, so that what is cached is said with it.
+    """
     # Arms that are compiled with other packages have a line each.
     remarks = [Remark(f"compiler: {one}") for one in dict.fromkeys(map(compiler, measured))]
     remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
@@ -151,14 +159,18 @@ def closing_remarks(
         Remark(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
     ]
+    return [*remarks, *(_from_earlier(measured, compared) if fresh else [])]
+
+
+def _from_earlier(measured: Sequence[Measurement], compared: Sequence[Numerics]) -> list[Remark]:
     once = {id(one): one.measured for one in measured}  # arms may share a program
     dates = [*once.values(), *(one.measured for one in compared)]
     earlier = sorted(filter(None, dates))
-    if earlier:
-        span = earlier[0] if earlier[0] == earlier[-1] else f"{earlier[0]} to {earlier[-1]}"
-        text = f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}"
-        remarks.append(Remark(f"{text}; --fresh measures them again"))
-    return remarks
+    if not earlier:
+        return []
+    span = earlier[0] if earlier[0] == earlier[-1] else f"{earlier[0]} to {earlier[-1]}"
+    text = f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}"
+    return [Remark(f"{text}; --fresh measures them again")]
 
 
 def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
