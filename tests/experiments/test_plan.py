@@ -6,6 +6,8 @@ import math
 import random
 import re
 import shlex
+import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Run
+from helpers import LONGEST, Run, script, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_examples import measurement
@@ -429,6 +431,32 @@ def test_several_platforms_have_a_row_each(run: Run) -> None:
     assert done.code == 0, done.err
     rows = done.out.split("the best of each", 1)[1]
     assert re.findall(r"tpu:v5p:\S+", rows) == ["tpu:v5p:2x2x1", "tpu:v5p:2x2x2"]
+
+
+def test_an_interrupted_plan_writes_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
+    code = f"""
+import time
+from nnx_pipeline.experiments.plan import compiling
+asked = []
+def fail(self, layout):
+    asked.append(layout)
+    time.sleep(600 if len(asked) > 2 else 0)
+    raise RuntimeError("no such kernel")
+compiling.Compiler.__call__ = fail
+{script("nnx_pipeline")}"""
+    words = (*PLAN, "--json", "x.json", "--html", "x.html")
+    with started(tmp_path, code, *words, stdout=subprocess.PIPE) as process:
+        for line in process.stderr:
+            if " 4 of " in line:
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=LONGEST)
+    assert process.returncode == 130, err
+    assert "interrupted" in out
+    (plan,) = json.loads((tmp_path / "x.json").read_text())["plans"]
+    assert [one["error"] for one in plan["compiled"]] == ["RuntimeError: no such kernel"] * 2
+    assert "<html" in (tmp_path / "x.html").read_text()
 
 
 def test_a_real_plan_ends_in_a_command_that_trains(

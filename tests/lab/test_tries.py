@@ -251,9 +251,10 @@ def test_what_cannot_be_tried_is_refused(words: list[str], said: str, run: Run) 
 
 
 def test_an_interrupted_run_shows_what_it_has(tmp_path: Path) -> None:
+    written = ("--json", str(tmp_path / "x.json"))
     script = "from nnx_pipeline.lab._cli.console import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE + script, *PLAIN, "--platform", "cpu"],
+        [sys.executable, "-c", INTERRUPTIBLE + script, *PLAIN, "--platform", "cpu", *written],
         cwd=Path(__file__).parents[1],
         env=user_environment(),
         stdout=subprocess.PIPE,
@@ -269,6 +270,7 @@ def test_an_interrupted_run_shows_what_it_has(tmp_path: Path) -> None:
     assert process.returncode == 130, err
     assert "as it is" in out
     assert "not tried yet" in out
+    assert json.loads((tmp_path / "x.json").read_text())["buffers"]
 
 
 @pytest.mark.slow(but=1)

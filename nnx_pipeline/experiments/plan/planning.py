@@ -18,8 +18,8 @@ from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Costing
-from nnx_pipeline.lab._files import write_text
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._files import Lasting, write_text
+from nnx_pipeline.lab._report.output import emit_json, json_files, show
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.errors import InputError
@@ -40,28 +40,43 @@ def run_plan(
     costing.check([one.platform for one in all_asked], of_function=False)
     for asked in all_asked:
         asked.platform.devices(0)  # a compiler that is missing is said before anything is listed
-    plans = []
+    plans = list[Plan]()
     for asked in all_asked:
         with progress() as say, compiler_errors():
-            plans.append(_planned(asked, spending, written.json_path, say))
+            _add_plan(plans, all_asked, spending, written, say)
         if len(all_asked) == 1 or plans[-1].best:
             show(plan_view(asked, plans[-1]), json_path=written.json_path)
     if len(plans) > 1:
         show(several_view(all_asked, plans), json_path=written.json_path)
     emit_json(written.json_path, to_json(all_asked, plans))
-    if written.html_path is not None:
-        write_text(written.html_path, plan_page(all_asked, plans))
+    for path, text in _page(written, all_asked, plans).items():
+        write_text(path, text)
     if failed := [one for one in plans if one.best is None]:
         raise Failed(nothing_fits(failed[0]))
 
 
-def _planned(asked: Asked, spending: Spending, json_path: str | None, say: Progress) -> Plan:
+def _page(written: Written, all_asked: Sequence[Asked], plans: Sequence[Plan]) -> dict[str, str]:
+    return {written.html_path: plan_page(all_asked, plans)} if written.html_path else {}
+
+
+def _add_plan(
+    plans: list[Plan],
+    all_asked: Sequence[Asked],
+    spending: Spending,
+    written: Written,
+    say: Progress,
+) -> None:
+    """Makes the plan of the next platform."""
+    until_here = all_asked[: len(plans) + 1]
+    asked = until_here[-1]
     say(f"listing layouts for {asked.platform}")
     plan, cache = asked.plan(), Cache.of_user()
+    plans.append(plan)
     what = " ".join(["plan", asked.name, *asked.assignments, str(asked.platform)])
     effort = Effort(what=what, most=spending.most, cache=cache, say=say)
     effort.begin()
-    say(f"{spending.minutes:g} minutes at most; {len(plan.candidates):,} layouts to choose from")
+    layouts = f"{len(plan.candidates):,} layouts to choose from"
+    say(Lasting(f"{spending.minutes:g} minutes at most; {layouts}"))
     if cache.folder is not None:
         ending.add_note(ending.GOES_ON)
     seconds = 60 * spending.minutes
@@ -74,11 +89,14 @@ def _planned(asked: Asked, spending: Spending, json_path: str | None, say: Progr
     def compile(layout: Layout) -> Measurement:
         return asked.costing.of(compiler(layout))
 
+    def files() -> dict[str, str]:
+        found = json_files(written.json_path, to_json(until_here, plans))
+        return found | _page(written, until_here, plans)
+
     plan.recall(compiler.tried(), known)
     budget = Budget(time.monotonic() + seconds)
-    with shown_if_interrupted(lambda: plan_view(asked, plan), json_path) as draw:
+    with shown_if_interrupted(lambda: plan_view(asked, plan), written.json_path, files) as draw:
         search(plan, compile, known, effort, budget, seen=draw)
-    return plan
 
 
 def to_json(all_asked: Sequence[Asked], plans: Sequence[Plan]) -> dict[str, Any]:

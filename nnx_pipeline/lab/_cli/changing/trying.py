@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from nnx_pipeline.lab._cli.outputs import MemoryOutputs
 from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.subject import Subject
 from nnx_pipeline.lab._cli.support import compiler_errors
 from nnx_pipeline.lab._files import Lasting
-from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.output import emit_json, json_files, show
 from nnx_pipeline.lab._report.trials import trials_remarks, trials_view
 from nnx_pipeline.lab._report.view import words
 from nnx_pipeline.lab.api import measure, traced_call
@@ -42,20 +43,21 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
         base = compiled(AS_IT_IS)
         trials = Trials(base=base, left_out=left_out, promised=promised(base))
         changes += setting_changes(base, platform)
-        shown = outputs.to_standard_output
-        with shown_if_interrupted(lambda: trials_view(title, trials), shown) as draw:
+        path, buffers = outputs.json_path, base.attribution
+
+        def document() -> dict[str, Any]:
+            listed = {"buffers": buffers and buffers.to_json()}
+            return {**base.to_json(), **listed, **trials.to_json()}
+
+        with shown_if_interrupted(
+            lambda: trials_view(title, trials),
+            outputs.to_standard_output,
+            lambda: json_files(path, document()),
+        ) as draw:
             _try_all(trials, changes, compiled, say, draw)
-    show(trials_view(title, trials), json_path=outputs.json_path)
+    show(trials_view(title, trials), json_path=path)
     outputs.say_words(words.CHANGES, words.MEMORY, words.TIME)
-    buffers = base.attribution
-    emit_json(
-        outputs.json_path,
-        {
-            **base.to_json(),
-            "buffers": buffers and buffers.to_json(),
-            **trials.to_json(),
-        },
-    )
+    emit_json(path, document())
     outputs.write_measurement(title, [base], most, trials_remarks(trials, gains=True))
     outputs.write_profile(title, base)
 
