@@ -13,7 +13,7 @@ def write_rows(file: Path, found: object) -> None:
 
 def _written(value: object) -> str:
     if isinstance(value, dict) and _holds_others([*value.values()]):
-        parts = [f"{json.dumps(key)}: {_written(one)}" for key, one in value.items()]
+        parts = [f"{json.dumps(str(key))}: {_written(one)}" for key, one in value.items()]
         return "{\n" + ",\n".join(parts) + "\n}"
     if isinstance(value, list) and _holds_others(value):
         return "[\n" + ",\n".join(map(_written, value)) + "\n]"

@@ -280,7 +280,9 @@ def test_a_reason_for_each_kind_that_fell_out() -> None:
             said = float(why.partition("%")[0]) / 100
             assert abs(said - (min(mine) / best.step - 1)) < 0.002, (kind, why)
         else:
-            assert " of 116.0 GB" in why, why
+            needs = re.search(r"([\d,.]+) of 116.0 GB", why)
+            assert needs, why
+            assert float(needs[1].replace(",", "")) > 116.0, why
 
 
 def test_nothing_is_compiled_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,10 +385,11 @@ def test_a_model_that_cannot_fit_is_one_line(run: Run) -> None:
     done = run("plan", "--model", "mixtral-8x22b", "--platform", "tpu:v5p:2x2x1")
     assert done.code == 2
     assert "no layout fits: the state alone needs" in done.err.splitlines()[-1]
-    assert "--set model.param_dtype=bfloat16" in done.err.splitlines()[-1]
+    assert "or --set model.param_dtype=bfloat16" in done.err.splitlines()[-1]
     words = ("--set", "model.param_dtype=bfloat16", "--limit", "20GB")
     again = run("plan", "--model", "mixtral-8x22b", *words, "--platform", "tpu:v5p:2x2x1")
-    assert again.err.splitlines()[-1].endswith("of the 20.0 GB of a device; take more devices")
+    assert "of 20.0 GB that a device may hold; take more devices" in again.err.splitlines()[-1]
+    assert "bfloat16" not in again.err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -436,12 +439,11 @@ def test_several_platforms_have_a_row_each(run: Run) -> None:
 def test_an_interrupted_plan_writes_its_files(tmp_path: Path) -> None:
     pytest.importorskip("libtpu", reason="the TPU compiler is not installed")
     code = f"""
-import time
+import itertools, time
 from nnx_pipeline.experiments.plan import compiling
-asked = []
+numbers = itertools.count()
 def fail(self, layout):
-    asked.append(layout)
-    time.sleep(600 if len(asked) > 2 else 0)
+    time.sleep(60 if next(numbers) > 1 else 0)
     raise RuntimeError("no such kernel")
 compiling.Compiler.__call__ = fail
 {script("nnx_pipeline")}"""
@@ -453,8 +455,9 @@ compiling.Compiler.__call__ = fail
                 break
         out, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 130, err
-    assert "interrupted" in out
+    assert "not finished" in out
     (plan,) = json.loads((tmp_path / "x.json").read_text())["plans"]
+    assert plan["ended"] is None
     assert [one["error"] for one in plan["compiled"]] == ["RuntimeError: no such kernel"] * 2
     assert "<html" in (tmp_path / "x.html").read_text()
 

@@ -168,7 +168,6 @@ def test_what_is_refused_is_one_line(run: Run, words: str) -> None:
         ("own.py:f --inputs own.py:nothing", 2, "takes no 'rows'; write def nothing.rows.:"),
         ("own.py:f --inputs own.py:eights", 2, "not in tiles .*; write --over rows=8..96:8"),
         ("own.py:fours --inputs own.py:inputs", 1, "cannot reshape .*; write --over rows=4..96:4"),
-        ("own.py:scaled --inputs own.py:number", 2, "rows=1 and rows=99 need the same memory"),
         (
             "own.py:f --inputs none.py:inputs",
             2,
@@ -184,6 +183,14 @@ def test_a_value_that_cannot_be_used(run: Run, words: str, code: int, said: str)
     assert done.code == code, done.err
     assert re.search(said, done.err.splitlines()[-1]), done.err
     assert (done.out, "Traceback" in done.err) == ("", False)
+
+
+def test_what_memory_may_not_depend_on_is_said(run: Run) -> None:
+    words = ("fit", "own.py:scaled", "--inputs", "own.py:number", *FIT[-2:], "--limit", LIMIT)
+    done = run(*words, "--over", "rows=1..99")
+    assert done.code == 0, done.err
+    assert "all 4 programs need the same memory: it may not depend on rows" in done.out
+    assert "need the same memory" not in run(*FIT, "--over", OVER, "--limit", LIMIT).out
 
 
 def test_a_preset_over_a_field_of_its_config(run: Run) -> None:

@@ -56,7 +56,9 @@ class Asked:
     def title(self) -> str:
         train = self.config.train
         batch = f"batch {train.global_batch} × {train.sequence_length}"
-        return f"{self.name} on {self.platform}, {batch}"
+        whole = self.platform.memory_bytes()
+        within = f", within {self.limit / 1e9:,.1f} GB" if self.limit != whole else ""
+        return f"{self.name} on {self.platform}, {batch}{within}"
 
     def plan(self) -> Plan:
         """The plan with its layouts listed, and nothing compiled yet; raises InputError as

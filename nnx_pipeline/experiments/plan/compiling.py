@@ -110,7 +110,7 @@ class Compiler:
                 raise NotCompiled(why, is_chance=True)
             found = json.loads(result.read_text("utf-8"))
         if "error" in found:
-            raise NotCompiled(found["error"])
+            raise NotCompiled(found["error"], is_chance=found["is_chance"])
         return found["measured"]
 
     def key(self, layout: Layout) -> str | None:
@@ -130,5 +130,7 @@ def child() -> None:
     try:
         found = {"measured": measure_step(config, mesh, platform).to_cache()}
     except Exception as error:  # a program may break any compiler in any way
-        found = {"error": described(error, most=300)}
+        # The machine may have more memory, files or threads another time.
+        is_chance = isinstance(error, MemoryError | OSError) or "new thread" in str(error)
+        found = {"error": described(error, most=300), "is_chance": is_chance}
     result.write_text(json.dumps(found), "utf-8")

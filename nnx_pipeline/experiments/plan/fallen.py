@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nnx_pipeline.experiments.plan.layouts import Layout, features_of, loop_of
-from nnx_pipeline.experiments.plan.search import WORTH, Candidate, Compiled, Plan, account_of
+from nnx_pipeline.experiments.plan.search import WORTH, Compiled, Plan, account_of, of_limit
 
 
 def fallen(plan: Plan) -> dict[str, str]:
@@ -22,25 +22,37 @@ def fallen(plan: Plan) -> dict[str, str]:
 
 
 class _Likely(NamedTuple):
-    candidate: Candidate
+    """Of the layouts with a kind of choice that were not compiled, as predicted from the others.
+
+    - `fastest`, `seconds`: of those that fit; None where none is predicted to fit.
+    - `smallest`, `bytes`: of all.
+    """
+
+    fastest: Layout | None
     seconds: float
+    smallest: Layout
+    bytes: float
 
 
 def _likely(plan: Plan) -> dict[str, _Likely]:
-    """The layout with each kind of choice that was not compiled, fits and is the fastest, as
-    predicted from those that were compiled."""
     taken = {one.candidate.layout for one in plan.compiled}
     # With those that are no candidates because others of their mesh are predicted to be faster.
     rest = [one for one in plan.best_of.values() if one.layout not in taken]
-    left = [*plan.left(), *(one for one in rest if one.predicted.least_bytes <= plan.limit)]
+    left = [*plan.left(), *rest]
     if not left:
         return {}
-    seconds, account = plan.refitted(left, "step").mean, plan.refitted(left, "account").mean
+    seconds = np.exp(plan.refitted(left, "step").mean)
+    least = np.array([one.predicted.least_bytes for one in left])
+    account = np.maximum(np.exp(plan.refitted(left, "account").mean), least)
     found = dict[str, _Likely]()
-    for at in np.argsort(seconds)[::-1]:
-        if account[at] <= math.log(plan.limit):
-            one = _Likely(left[at], math.exp(seconds[at]))
-            found |= dict.fromkeys(features_of(one.candidate.layout).values(), one)
+    for at, one in enumerate(left):
+        step = float(seconds[at]) if account[at] <= plan.limit else math.inf
+        new = _Likely(one.layout if step < math.inf else None, step, one.layout, float(account[at]))
+        for feature in features_of(one.layout).values():
+            old = found.get(feature, new)
+            fastest = min(old, new, key=lambda it: it.seconds)
+            smallest = min(old, new, key=lambda it: it.bytes)
+            found[feature] = _Likely(*fastest[:2], *smallest[2:])
     return found
 
 
@@ -50,24 +62,21 @@ def _why(plan: Plan, feature: str, likely: _Likely | None, best: Compiled | None
         return f"does not compile: {mine[0].error}"
     fitting = [(one.step, one) for one in mine if one.step and one.fits(plan.limit)]
     step, fastest = min(fitting, key=lambda pair: pair[0], default=(math.inf, None))
-    if likely is not None and likely.seconds < (1 - WORTH) * step:
-        where = shown(likely.candidate.layout, best)
+    if likely and likely.fastest and likely.seconds < (1 - WORTH) * step:
+        where = shown(likely.fastest, best)
         if best is None or best.step is None:
             return f"about {likely.seconds:.3g} s, predicted: {where}"
         return f"{likely.seconds / best.step - 1:+.1%}, predicted, not compiled: {where}"
     if fastest is not None and best and best.step:
         where = shown(fastest.candidate.layout, best)
         return f"{step / best.step - 1:+.1%} at best, compiled: {where}"
-    limit = f"{plan.limit / 1e9:,.1f} GB"
-    if large := [one for one in mine if one.result]:
-        one = min(large, key=account_of)
-        where = shown(one.candidate.layout, best)
-        return f"needs {account_of(one) / 1e9:,.1f} of {limit}, compiled: {where}"
-    predicted, layout = plan.best_of[feature].predicted, plan.best_of[feature].layout
-    if predicted.least_bytes > plan.limit:
-        least = f"holds at least {predicted.least_bytes / 1e9:,.1f} of {limit}"
-        return f"{least}: {shown(layout, best)}"
-    return f"about {predicted.bytes / 1e9:,.1f} of {limit}, predicted: {shown(layout, best)}"
+    made = [(account_of(one), one.candidate.layout) for one in mine if one.result]
+    size, layout = min(made, key=lambda pair: pair[0], default=(0, None))
+    if layout is not None:
+        return f"needs {of_limit(size, plan.limit)}, compiled: {shown(layout, best)}"
+    assert likely is not None, "what was not compiled is predicted"
+    needs = of_limit(likely.bytes, plan.limit)
+    return f"about {needs}, predicted: {shown(likely.smallest, best)}"
 
 
 def shown(layout: Layout, best: Compiled | None) -> str:

@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from rich.console import RenderableType
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.experiments.plan.asked import Asked
@@ -18,8 +20,8 @@ from nnx_pipeline.lab import _ending as ending
 from nnx_pipeline.lab._cli.progress import progress, shown_if_interrupted
 from nnx_pipeline.lab._cli.support import Failed, compiler_errors
 from nnx_pipeline.lab._cli.values import Chosen, Costing
-from nnx_pipeline.lab._files import Lasting, write_text
-from nnx_pipeline.lab._report.output import emit_json, json_files, show
+from nnx_pipeline.lab._files import Lasting
+from nnx_pipeline.lab._report.output import json_files, show, write_files
 from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.errors import InputError
@@ -41,34 +43,32 @@ def run_plan(
     for asked in all_asked:
         asked.platform.devices(0)  # a compiler that is missing is said before anything is listed
     plans = list[Plan]()
-    for asked in all_asked:
-        with progress() as say, compiler_errors():
-            _add_plan(plans, all_asked, spending, written, say)
-        if len(all_asked) == 1 or plans[-1].best:
-            show(plan_view(asked, plans[-1]), json_path=written.json_path)
+
+    def files() -> dict[str, str]:
+        here = all_asked[: len(plans)]
+        page = {} if written.html_path is None else {written.html_path: plan_page(here, plans)}
+        return json_files(written.json_path, lambda: to_json(here, plans)) | page
+
+    def view() -> RenderableType:
+        return plan_view(all_asked[len(plans) - 1], plans[-1])
+
+    with shown_if_interrupted(view, written.json_path, files) as draw:
+        for asked in all_asked:
+            with progress() as say, compiler_errors():
+                _add_plan(plans, asked, spending, say, draw)
+            if len(all_asked) == 1 or plans[-1].best:
+                show(view(), json_path=written.json_path)
     if len(plans) > 1:
         show(several_view(all_asked, plans), json_path=written.json_path)
-    emit_json(written.json_path, to_json(all_asked, plans))
-    for path, text in _page(written, all_asked, plans).items():
-        write_text(path, text)
+    write_files(files())
     if failed := [one for one in plans if one.best is None]:
         raise Failed(nothing_fits(failed[0]))
 
 
-def _page(written: Written, all_asked: Sequence[Asked], plans: Sequence[Plan]) -> dict[str, str]:
-    return {written.html_path: plan_page(all_asked, plans)} if written.html_path else {}
-
-
 def _add_plan(
-    plans: list[Plan],
-    all_asked: Sequence[Asked],
-    spending: Spending,
-    written: Written,
-    say: Progress,
+    plans: list[Plan], asked: Asked, spending: Spending, say: Progress, draw: Callable[[], None]
 ) -> None:
-    """Makes the plan of the next platform."""
-    until_here = all_asked[: len(plans) + 1]
-    asked = until_here[-1]
+    """Makes the plan of one platform."""
     say(f"listing layouts for {asked.platform}")
     plan, cache = asked.plan(), Cache.of_user()
     plans.append(plan)
@@ -89,14 +89,10 @@ def _add_plan(
     def compile(layout: Layout) -> Measurement:
         return asked.costing.of(compiler(layout))
 
-    def files() -> dict[str, str]:
-        found = json_files(written.json_path, to_json(until_here, plans))
-        return found | _page(written, until_here, plans)
-
     plan.recall(compiler.tried(), known)
     budget = Budget(time.monotonic() + seconds)
-    with shown_if_interrupted(lambda: plan_view(asked, plan), written.json_path, files) as draw:
-        search(plan, compile, known, effort, budget, seen=draw)
+    draw()
+    search(plan, compile, known, effort, budget, seen=draw)
 
 
 def to_json(all_asked: Sequence[Asked], plans: Sequence[Plan]) -> dict[str, Any]:
@@ -118,7 +114,7 @@ def _of_platform(asked: Asked, plan: Plan) -> dict[str, Any]:
         "refused": dict(refusals(plan)),
         "fell_out": fallen(plan),
         "best": best and _row(plan, best),
-        "ended_by": plan.ended or None,
+        "ended": plan.ended or None,
         "compiled": [_row(plan, one) for one in plan.compiled],
         "paste": best and " ".join(asked.words(best.candidate.layout)),
     }

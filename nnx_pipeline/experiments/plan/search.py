@@ -41,6 +41,9 @@ WITHIN = 1.3  # times the best prediction, for those
 UNSURE = 0.2  # deviation of the logarithm of a prediction, before anything is compiled
 WORTH = 1e-3  # expected saving, as a share of the step, below which nothing more is compiled
 LINE_EVERY = 30.0  # seconds between lines about running compiles
+RECALLED = 60  # the fastest of earlier compiles: with many more each prediction takes seconds
+# `done`: nothing that was not compiled is worth it.
+Ended = Literal["", "done", "time", "compiles"]
 
 
 class Candidate(NamedTuple):
@@ -50,11 +53,15 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of a candidate: a measurement, or why there is none."""
+    """What came of a candidate: a measurement, or why there is none.
+
+    - `is_earlier`: whether an earlier plan compiled it.
+    """
 
     candidate: Candidate
     result: Measurement | None = None
     error: str = ""
+    is_earlier: bool = False
 
     @property
     def step(self) -> float | None:
@@ -77,7 +84,7 @@ class Plan:
     - `candidates`: the others, best predicted first.
     - `best_of`: the best predicted layout with each feature, whether it is a candidate or not.
     - `compiled`: in the order in which they were compiled.
-    - `ended`: what ended the search before it was done: `time` or `compiles`.
+    - `ended`: what ended the search; "" as long as it goes on.
     """
 
     space: Space
@@ -91,7 +98,7 @@ class Plan:
     best_of: dict[str, Candidate] = field(default_factory=dict)
     compiled: list[Compiled] = field(default_factory=list)
     running: list[Candidate] = field(default_factory=list)
-    ended: Literal["", "time", "compiles"] = ""
+    ended: Ended = ""
 
     def fill(self) -> None:
         """Lists the candidates. Raises InputError where there is no layout, or none can fit."""
@@ -141,8 +148,8 @@ class Plan:
             least = min(one.predicted.least_bytes for one in self.best_of.values())
             is_half = self.space.config.model.param_dtype != "float32"
             raise InputError(
-                f"no layout fits: the state alone needs {least / 1e9:,.1f} GB of the "
-                f"{self.limit / 1e9:,.1f} GB of a device; take more devices"
+                f"no layout fits: the state alone needs {of_limit(least, self.limit)} that a "
+                "device may hold; take more devices, or a higher --limit where one is given"
                 + ("" if is_half else ", or --set model.param_dtype=bfloat16")
             )
 
@@ -193,17 +200,21 @@ class Plan:
     def recall(
         self, tried: Mapping[str, str], known: Callable[[Layout], Measurement | None]
     ) -> None:
-        """Takes up what earlier plans compiled.
+        """Takes up what earlier plans compiled: the fastest, and what has no program.
 
         - `tried`: layouts as text, and why one has no program.
         - `known`: gives the measurement of a layout that has one.
         """
+        failed, made = list[Compiled](), list[Compiled]()
         for one in self.candidates:
             if (why := tried.get(str(one.layout))) is None:
                 continue
-            result = None if why else known(one.layout)
-            if why or result is not None:
-                self.compiled.append(Compiled(one, result, why))
+            if why:
+                failed.append(Compiled(one, error=why, is_earlier=True))
+            elif (result := known(one.layout)) is not None:
+                made.append(Compiled(one, result, is_earlier=True))
+        made.sort(key=lambda one: (not one.fits(self.limit), one.step or math.inf))
+        self.compiled += made[:RECALLED] + failed
 
     def _likely_to_compile(self, left: list[Candidate]) -> Float[np.ndarray, "layouts"]:
         """By how many of a kind did: what took too long would again, with another option."""
@@ -258,6 +269,12 @@ class Plan:
 class _Refitted(NamedTuple):
     mean: Float[np.ndarray, "layouts"]
     deviation: Float[np.ndarray, "layouts"]
+
+
+def of_limit(size: float, limit: int) -> str:
+    """Such as `57.1 of 42.0 GB`."""
+    unit, name = (1e9, "GB") if limit >= 1e9 else (1e6, "MB")
+    return f"{size / unit:,.1f} of {limit / unit:,.1f} {name}"
 
 
 def account_of(one: Compiled) -> int:
@@ -339,7 +356,7 @@ def search(
                     plan.ended = ""
                     break
                 if (found := known(one.layout)) is not None:
-                    plan.compiled.append(Compiled(one, found))
+                    plan.compiled.append(Compiled(one, found, is_earlier=True))
                     seen()
                     continue
                 if effort.left < 1:
@@ -351,6 +368,7 @@ def search(
                 plan.ended = "time"
                 end_all()
             if not running or budget.left <= 0:
+                plan.ended = plan.ended or "done"
                 return
             _take(plan, running, budget, effort.say)
             seen()

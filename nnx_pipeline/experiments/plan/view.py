@@ -8,7 +8,7 @@ from rich.text import Text
 from nnx_pipeline.experiments.plan.asked import Asked
 from nnx_pipeline.experiments.plan.fallen import fallen, refusals
 from nnx_pipeline.experiments.plan.layouts import Layout, loop_of
-from nnx_pipeline.experiments.plan.search import WORTH, Compiled, Plan
+from nnx_pipeline.experiments.plan.search import WORTH, Compiled, Plan, of_limit
 from nnx_pipeline.lab._report.columns import Column, Columns, texts
 from nnx_pipeline.lab._report.view.figures import DASH, estimated, most, sign
 from nnx_pipeline.lab._report.view.remarks import Remark, closing_remarks
@@ -72,7 +72,7 @@ def nothing_fits(plan: Plan) -> str:
     needed = min(one.result.needed_bytes for one in made if one.result)
     return (
         f"none of {counted(len(made), 'compiled layout')} fits: the smallest needs "
-        f"{needed / 1e9:,.1f} of {plan.limit / 1e9:,.1f} GB; take more devices, a smaller batch, "
+        f"{of_limit(needed, plan.limit)}; take more devices, a smaller batch, "
         "or more --minutes"
     )
 
@@ -133,7 +133,7 @@ def _counts(plan: Plan) -> Iterator[Remark]:
         if unlike := _whole_estimate(plan):
             yield Remark(unlike)
     refused, made = sum(plan.listed.refused.values()), len(plan.compiled)
-    earlier = sum(bool(one.result and one.result.measured) for one in plan.compiled)
+    earlier = sum(one.is_earlier for one in plan.compiled)
     yield Remark(
         f"{plan.layouts:,} layouts on {plan.listed.meshes} meshes: {plan.too_large:,} "
         f"cannot fit, {plan.too_slow:,} are predicted too slow, {len(plan.candidates):,} are left; "
@@ -152,9 +152,8 @@ def _whole_estimate(plan: Plan) -> str:
     if plan.best is None or not sign(_time(plan.best)) or whole is None:
         return ""
     step = estimated(_time(whole), "step_seconds")
-    return f"→ counts kernels with the least; the fastest that has none: {step} ms, " + str(
-        whole.candidate.layout
-    )
+    whole_of = f"{step} ms, {whole.candidate.layout}"
+    return f"→ is a lower bound; the fastest with a whole estimate takes {whole_of}"
 
 
 def _time(one: Compiled) -> Time | None:
@@ -166,8 +165,8 @@ def _end(plan: Plan) -> str:
         return "the time is over: with more --minutes a faster one may be found"
     if plan.ended == "compiles":
         return "all compiles are used up: with a larger --most a faster one may be found"
-    if plan.running:
-        return "interrupted"
+    if not plan.ended:
+        return "not finished"
     return f"no other layout is expected to save {WORTH:.1%} of the step"
 
 
@@ -177,9 +176,16 @@ def _reasons(plan: Plan) -> Iterator[Remark]:
     yield Remark("what the best layout does not have, and the best layout that has it:")
     for feature, why in fallen(plan).items():
         yield Remark(f"  {feature}: {why}")
-    for one in plan.compiled:
-        if one.error:
+    failed = [one for one in plan.compiled if one.error]
+    for one in failed:
+        if not one.is_earlier:
             yield Remark(f"{one.candidate.layout} failed: {one.error}", "warning")
+    if earlier := [one for one in failed if one.is_earlier]:
+        one = earlier[-1]
+        yield Remark(
+            f"{counted(len(earlier), 'layout')} failed in earlier plans, such as "
+            f"{one.candidate.layout}: {one.error}"
+        )
 
 
 def _command(asked: Asked, plan: Plan) -> list[Text]:

@@ -170,7 +170,7 @@ def run_fit(asked: Asked, limit: MemoryLimit, json_path: str | None) -> None:
         with shown_if_interrupted(
             lambda: largest_view(title, found),
             json_path,
-            lambda: json_files(json_path, found.to_json()),
+            lambda: json_files(json_path, found.to_json),
         ) as draw:
             try:
                 find_largest(found, asked.measure, effort, draw)

@@ -107,6 +107,13 @@ def _remarks(found: Largest) -> Iterator[Remark]:
     yield Remark(text)
     if found.value is not None and (best := found.tried[found.value].result):
         yield from _parts(found.over.at(found.value), best)
+    sizes = [one.needed_bytes for one in found.rows if one.result]
+    if len(sizes) > 1 and len({*sizes}) == 1:
+        yield Remark(
+            f"all {len(sizes)} programs need the same memory: it may not depend on "
+            f"{found.over.name}, or not within this range",
+            "warning",
+        )
     for one in found.passed_over:
         yield Remark(f"passed over: {found.over.at(one.value)}: {one.error}", "warning")
     below = [

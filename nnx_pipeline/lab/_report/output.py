@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -52,19 +52,24 @@ def check_writable(path: str | None, option: str) -> None:
 
 def emit_json(path: str | None, value: object) -> None:
     """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
-    for name, text in json_files(path, value).items():
-        if name == "-":
+    write_files(json_files(path, lambda: value))
+
+
+def write_files(texts: Mapping[str, str]) -> None:
+    """Writes each text to the file of its path, or to standard output for `-`."""
+    for path, text in texts.items():
+        if path == "-":
             write_output(text.rstrip("\n"))
         else:
-            write_text(name, text)
+            write_text(path, text)
 
 
-def json_files(path: str | None, value: object) -> dict[str, str]:
-    """The text that `emit_json` writes, by its path; nothing for None."""
+def json_files(path: str | None, make: Callable[[], object]) -> dict[str, str]:
+    """The text that `emit_json` writes of the value that is made, by its path; nothing for None."""
     if path is None:
         return {}
     # In ASCII, so that names keep every character, and no terminal and no encoding has a say.
-    return {path: f"{json.dumps(finite(value), indent=2, allow_nan=False)}\n"}
+    return {path: f"{json.dumps(finite(make()), indent=2, allow_nan=False)}\n"}
 
 
 def finite(value: object) -> object:

@@ -120,9 +120,8 @@ def find_largest(
     - `effort`: counts the compiles, and says how many may come.
     - `seen`: called after each value.
 
-    Raises InputError for a limit below the arguments of the lowest value, and for a number on which
-    no figure depends; NotUsable for a value that does not compile, or of which `make` raises, once
-    the lowest or too many do.
+    Raises InputError for a limit below the arguments of the lowest value, and NotUsable for a value
+    that does not compile, or of which `make` raises, once the lowest or too many do.
     """
     over, limit = found.over, found.limit
     effort.most = most_sizes(over.values)
@@ -143,7 +142,6 @@ def find_largest(
         return size if one.fits else max(size, math.nextafter(limit.bytes, math.inf))
 
     found.bracket = bracket(over.values, limit.bytes, size_of)
-    _check_depends(found)
 
 
 def _tried(
@@ -163,21 +161,6 @@ def _tried(
     needed = result.needed_bytes
     is_within = needed <= limit.bytes and not result.is_refused
     return Tried(value=value, fits=is_within, needed_bytes=needed, result=result)
-
-
-def _check_depends(found: Largest) -> None:
-    """Raises InputError where the programs of all values, the ends among them, are as large."""
-    ends = found.over.values[0], found.over.values[-1]
-    if ends[0] == ends[1] or not {*ends} <= {*found.tried}:
-        return
-    results = [one.result for one in found.rows if one.fits is not None]
-    first, *others = ((one.memory, one.account, one.flops) if one else None for one in results)
-    if first is not None and all(one == first for one in others):
-        raise InputError(
-            f"--over {found.over}: {found.over.at(ends[0])} and {found.over.at(ends[1])} need the "
-            "same memory for the same work, and both fit; give a number on which it depends, or a "
-            "wider range"
-        )
 
 
 def check_arguments(first: Measurement, limit: MemoryLimit, what: str) -> None:

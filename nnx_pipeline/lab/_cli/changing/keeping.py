@@ -70,7 +70,7 @@ def run_remat(subject: Subject, platform: Platform, limit: str, json_path: str |
         with shown_if_interrupted(
             lambda: kept_view(title, kept),
             json_path,
-            lambda: json_files(json_path, kept.to_json()),
+            lambda: json_files(json_path, kept.to_json),
         ) as draw:
             find_fastest(kept, chosen.make, effort, draw)
     show(kept_view(title, kept), json_path=json_path)

@@ -52,7 +52,7 @@ def run_tries(subject: Subject, platform: Platform, outputs: MemoryOutputs, most
         with shown_if_interrupted(
             lambda: trials_view(title, trials),
             outputs.to_standard_output,
-            lambda: json_files(path, document()),
+            lambda: json_files(path, document),
         ) as draw:
             _try_all(trials, changes, compiled, say, draw)
     show(trials_view(title, trials), json_path=path)
