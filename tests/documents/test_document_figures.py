@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -364,6 +365,14 @@ def cells(name: str) -> dict[str, list[list[str]]]:
             first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
             found.setdefault(first, []).append(rest)
     return found
+
+
+def test_results_have_a_line_for_each_row(tmp_path: Path) -> None:
+    script, again = benchmark("kept_rows"), tmp_path / "again.json"
+    for file in RESULTS.glob("*.json"):
+        text = file.read_text("utf-8")
+        script.write_rows(again, json.loads(text))
+        assert again.read_text("utf-8") == text, file
 
 
 def test_time_to_compile_and_to_trace() -> None:
