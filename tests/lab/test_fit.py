@@ -189,7 +189,7 @@ def test_what_memory_may_not_depend_on_is_said(run: Run) -> None:
     words = ("fit", "own.py:scaled", "--inputs", "own.py:number", *FIT[-2:], "--limit", LIMIT)
     done = run(*words, "--over", "rows=1..99")
     assert done.code == 0, done.err
-    assert "all 4 programs need the same memory: it may not depend on rows" in done.out
+    assert "all 2 programs need the same memory: it may not depend on rows" in done.out
     assert "need the same memory" not in run(*FIT, "--over", OVER, "--limit", LIMIT).out
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import struct
+from collections import Counter
 from pathlib import Path
 
 import ml_dtypes
@@ -72,7 +73,7 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, fo
     out = tmp_path / "out"
     source = checkpoint("scanned_params_only_bf16")
     assert bridge("convert", source, out, "--to", format).code == 0
-    expected, found = read(out), 0
+    expected, found = read(out), Counter[Path]()
     files = sorted(path for path in out.rglob("*") if path.is_file())
     places = [(file, n) for file in files for n in range(12)]
     for number, (file, part) in enumerate(places):
@@ -81,12 +82,14 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, fo
         try:
             plan(From(out), To(tmp_path / "b", format)).run(allow_nan=True)
         except Mismatch:
-            found += 1
+            found[file] += 1
         else:
             assert_same_leaves(read(tmp_path / "b"), expected)
             shutil.rmtree(tmp_path / "b")
         write_whole(str(file), whole)
-    assert found > 0.8 * len(places)
+    # On a slow machine the store leaves files behind that nothing refers to.
+    assert len(found) >= 4, found
+    assert found.total() > 0.8 * 12 * len(found)
 
 
 def exchange(folder, first, second):

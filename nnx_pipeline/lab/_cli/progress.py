@@ -38,7 +38,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
                 def tell(text: str) -> None:
                     if isinstance(text, Lasting):
-                        console.print(text, highlight=False)
+                        console.show_line(text)
                     else:
                         shown.update(task, description=printable(text))
 

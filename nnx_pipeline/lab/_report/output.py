@@ -99,6 +99,9 @@ class Screen(Console):
             else:
                 yield segment._replace(text=printable(segment.text, keep="\n"))
 
+    def show_line(self, text: str) -> None:
+        self.print(text, highlight=False)
+
 
 def as_text(view: RenderableType) -> str:
     """What `show` prints, without colours."""
