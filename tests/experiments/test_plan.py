@@ -327,7 +327,9 @@ def test_a_plan_begins_with_all_that_earlier_ones_compiled(
     monkeypatch.setattr(compiling.Compiler, "_compile", lambda self, one: measure(one).to_cache())
     effort = Effort(what="a plan", most=8)
     budget = Budget(time.monotonic() + 60, at_once=2)
-    search(first, compiler, lambda layout: None, effort, budget)
+    ended = list[str]()
+    search(first, compiler, lambda layout: None, effort, budget, lambda: ended.append(first.ended))
+    assert {*ended} == {""}, "as long as a compile runs"
     assert first.ended == "compiles"
     again.recall(compiler.tried(), compiler.known)
     made = {one.candidate.layout: one.step for one in first.compiled}

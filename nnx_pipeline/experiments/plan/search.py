@@ -349,26 +349,26 @@ def search(
     - `seen`: called after each of them.
     """
     running: dict[Future[Measurement], Candidate] = {}
+    is_spent = False
     with ThreadPoolExecutor(budget.at_once) as pool:
         while True:
             while len(running) < budget.at_once and budget.left > 0:
                 if (one := plan.next()) is None:
-                    plan.ended = ""
+                    is_spent = False
                     break
                 if (found := known(one.layout)) is not None:
                     plan.compiled.append(Compiled(one, found, is_earlier=True))
                     seen()
                     continue
                 if effort.left < 1:
-                    plan.ended = "compiles"
+                    is_spent = True
                     break
                 plan.running.append(one)
                 running[pool.submit(_made, one, compile, effort)] = one
-            if budget.left <= 0:
-                plan.ended = "time"
-                end_all()
-            if not running or budget.left <= 0:
-                plan.ended = plan.ended or "done"
+            if (is_over := budget.left <= 0) or not running:
+                plan.ended = "time" if is_over else "compiles" if is_spent else "done"
+                if is_over:
+                    end_all()
                 return
             _take(plan, running, budget, effort.say)
             seen()
